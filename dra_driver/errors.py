@@ -1,53 +1,27 @@
 """The exceptions of the plugin.
 
-    DraDriverError
-    ├── RetryableError        the same call may succeed later: API server down, device being torn down
-    │   ├── ApiUnavailableError   the API server did not answer, or cannot answer now
-    │   ├── NvmlUnavailableError  the NVIDIA driver or its NVML library is missing or not ready
-    │   │   ├── DriverGoneError       the kernel driver is not loaded, or its library is missing
-    │   │   ├── NvmlLibraryError      the NVML library exists but cannot be loaded
-    │   │   └── NvmlDetachedError     NVML is closed on purpose (NvmlPausedError: for a moment)
-    │   ├── NvmlInUseError        NVML cannot be closed or initialised while a call is in progress
-    │   ├── DeviceLostError       a GPU no longer answers
-    │   ├── DeviceBusyError       a process or claim uses a device that must be changed
-    │   └── NvmlTransientError    the NVIDIA driver cannot perform the action now, but may later
-    │       └── NvmlUnknownOutcomeError   the action may have taken effect
-    ├── PermanentError        a person must change something first: claim, configuration, node
-    │   ├── ClaimsInTheWayError   claims use GPUs that should be released
-    │   ├── ClaimRefusedError     this claim cannot be prepared
-    │   ├── InvalidConfigError    opaque parameters, a flag or the configuration file are wrong
-    │   ├── ApiRejectedError      the API server refused the request (status code in `.status`)
-    │   ├── NotSupportedError     this GPU or driver does not have the feature; a normal result for callers
-    │   └── StateError            one of the plugin's files or directories cannot be read or written
-    └── FatalError            the process cannot continue; it stops with this as its cause
-
-Each adapter (NVML, API server, file system, gRPC) maps the errors of its library to these in one place, and
-chains the original, except for the API server's, which may contain credentials. Each message is one line that names
-the action, the object and the remedy.
+Each adapter (NVML, API server, file system, gRPC) maps the errors of its library to these in one place, and chains
+the original, except for the API server's, which may contain credentials. Each message is one line that names the
+action, the object and the remedy.
 """
 
 from __future__ import annotations
 
 
 class DraDriverError(Exception):
-    """Base of all errors that the plugin raises on purpose.
-
-    `has_no_effect` means that the action failed before it reached the tool, daemon or device, so nothing must
-    be undone.
-    """
+    """`has_no_effect`: the action failed before it reached the tool, daemon or device, so nothing must be undone."""
 
     has_no_effect = False
 
 
 class RetryableError(DraDriverError):
-    """The same call may succeed later, without anyone changing anything."""
+    """The same call may succeed later."""
 
 
 class ApiUnavailableError(RetryableError):
     """The API server cannot be reached, did not answer in time, or answered with HTTP 408, 429 or 5xx.
 
-    `is_brief` means that a retry within the same call may succeed: the server is busy, starting, failing, or
-    being replaced.
+    `is_brief`: a retry within the same call may succeed.
     """
 
     def __init__(
@@ -65,7 +39,7 @@ class ApiUnavailableError(RetryableError):
 
 
 class NvmlUnavailableError(RetryableError):
-    """NVML cannot be loaded or initialised: the driver is not installed, not loaded, or being replaced."""
+    """NVML cannot be loaded or initialised."""
 
 
 class DriverGoneError(NvmlUnavailableError):
@@ -88,7 +62,7 @@ class NvmlPausedError(NvmlDetachedError):
 
 
 class NvmlInUseError(RetryableError):
-    """NVML cannot be closed or initialised yet, because a call is in progress or hangs."""
+    """NVML cannot be closed or initialised, because a call is in progress or hangs."""
 
 
 class DeviceLostError(RetryableError):
@@ -96,7 +70,7 @@ class DeviceLostError(RetryableError):
 
 
 class DeviceBusyError(RetryableError):
-    """A process or claim uses the GPU, GPU instance or compute instance, so it cannot be changed now."""
+    """A process or claim uses the GPU, GPU instance or compute instance that must be changed."""
 
 
 class NvmlTransientError(RetryableError):
@@ -108,15 +82,15 @@ class NvmlUnknownOutcomeError(NvmlTransientError):
 
 
 class PermanentError(DraDriverError):
-    """The call cannot succeed until a person changes something."""
+    """A person must change something first: claim, configuration, node."""
 
 
 class ClaimsInTheWayError(PermanentError):
-    """GPUs cannot be released because claims use them."""
+    """Claims use GPUs that should be released."""
 
 
 class ClaimRefusedError(PermanentError):
-    """The claim cannot be prepared."""
+    """This claim cannot be prepared."""
 
 
 class InvalidConfigError(PermanentError):
@@ -137,11 +111,11 @@ class ApiRejectedError(PermanentError):
 
 
 class NotSupportedError(PermanentError):
-    """The GPU or the installed driver does not have the feature. For callers, this is a normal result."""
+    """The GPU or the NVIDIA driver does not have the feature. For callers, this is a normal result."""
 
 
 class StateError(PermanentError):
-    """One of the plugin's records, locks or directories cannot be read or written."""
+    """One of the plugin's files, locks or directories cannot be read or written."""
 
 
 class FatalError(DraDriverError):

@@ -1,5 +1,4 @@
-"""Opaque parameters of a claim or class (`resource.nvidia.com/v1beta1`) as plain values, and the shape of their
-fields.
+"""Opaque parameters of a claim or class (`resource.nvidia.com/v1beta1`), and the shape of their fields.
 
 `resolve.decode` checks the parameters; the dataclasses do not.
 """
@@ -27,17 +26,17 @@ IommuBackend = Literal["LegacyOnly", "PreferIommuFD"]
 
 @dataclass(frozen=True, slots=True)
 class TimeSlicingConfig:
-    """Length of a time slice on a shared GPU; None keeps the current length."""
+    """None keeps the current length of a time slice."""
 
     interval: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MpsConfig:
-    """Settings of an MPS control daemon. Memory limits are in bytes, at least 1 MiB; None means no limit.
+    """Memory limits are in bytes, at least 1 MiB; None means no limit.
 
-    Keys of `per_device_memory_limits` are device UUIDs, or indexes into the sorted UUIDs of the devices that
-    the parameters apply to.
+    Keys of `per_device_memory_limits` are device UUIDs, or indexes into the sorted UUIDs of the devices that the
+    parameters apply to.
     """
 
     active_thread_percentage: int | None = None
@@ -48,7 +47,7 @@ class MpsConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How the containers of a claim share a device. Only the field of the chosen strategy is set."""
+    """Only the field of the chosen strategy is set."""
 
     strategy: Strategy
     time_slicing: TimeSlicingConfig | None = None
@@ -57,9 +56,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class PowerConfig:
-    """The power limit of a GPU, in watts or in percent of the product's default limit; the lower one applies. At least
-    one is set.
-    """
+    """In watts or in percent of the product's default limit; the lower one applies."""
 
     limit_w: int | None = None
     percent: int | None = None
@@ -67,7 +64,7 @@ class PowerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClockRange:
-    """A range of clocks in MHz; None is the lowest or highest clock of the GPU."""
+    """None is the lowest or highest clock of the GPU."""
 
     least_mhz: int | None = None
     most_mhz: int | None = None
@@ -75,7 +72,7 @@ class ClockRange:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The ranges to which a GPU's clocks are locked; None does not lock them."""
+    """None does not lock a clock."""
 
     graphics: ClockRange | None = None
     memory: ClockRange | None = None
@@ -86,7 +83,7 @@ NO_CLOCKS: Final = Clocks()
 
 @dataclass(frozen=True, slots=True)
 class GpuConfig:
-    """Parameters of whole GPUs. Without `power` and `clocks`, the GPU keeps the node's limits.
+    """Without `power` and `clocks`, the GPU keeps the node's limits.
 
     `management` is for agents such as DCGM: it gives a claim with adminAccess all GPUs of the node, and the
     capabilities to monitor and configure MIG.
@@ -100,9 +97,7 @@ class GpuConfig:
 
 @dataclass(frozen=True, slots=True)
 class MigDeviceConfig:
-    """Parameters of MIG devices. TimeSlicing is accepted but has no effect on MIG devices; `management` is the
-    same as for GpuConfig.
-    """
+    """TimeSlicing has no effect on MIG devices."""
 
     sharing: Sharing | None = None
     management: bool = False
@@ -110,16 +105,15 @@ class MigDeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class VfioDeviceConfig:
-    """Parameters of GPUs that are passed through to virtual machines."""
-
     iommu_backend: IommuBackend = "LegacyOnly"
     enable_api_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceConfig:
-    """Parameters of a claim with adminAccess that takes GPUs out of service, for example to reset them. While other
-    claims use these GPUs, Prepare waits (`Wait`) or fails (`Refuse`). NVML stays closed for at most `timeout_s` s."""
+    """A claim with adminAccess takes GPUs out of service. While other claims use these GPUs, Prepare waits (`Wait`)
+    or fails (`Refuse`). NVML stays closed for at most `timeout_s` s.
+    """
 
     policy: MaintenancePolicy = "Wait"
     timeout_s: int = 15 * 60
@@ -133,7 +127,7 @@ KINDS: Mapping[str, tuple[DeviceType, ...]] = {
     "VfioDeviceConfig": ("vfio",),
     "MaintenanceConfig": ("gpu", "mig"),
 }
-"""The device types that each kind of parameters applies to."""
+"""The device types that each kind applies to."""
 
 DEFAULTS: Mapping[DeviceType, OpaqueConfig] = {
     "gpu": GpuConfig(),
@@ -143,17 +137,16 @@ DEFAULTS: Mapping[DeviceType, OpaqueConfig] = {
 
 
 def fits(config: OpaqueConfig, device_type: DeviceType) -> bool:
-    """Whether the parameters are for devices of this type."""
     return device_type in KINDS[type(config).__name__]
 
 
 MIN_MEMORY = 1024 * 1024
 DEVICE_KEY = r"[0-9]{1,4}|(?:GPU|MIG)-[0-9A-Za-z-]{4,}"
-"""Pattern of a UUID or an index; valid in Python and in RE2."""
+"""A UUID or an index; valid in Python and in RE2."""
 
 
 def _memory_fault(value: Any) -> str | None:
-    """Return why a limit is invalid, or None. MPS limits are whole MiB, so 1Mi is the minimum."""
+    """MPS limits are whole MiB, so 1Mi is the minimum."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return "must be a quantity such as 10Gi"
     try:
@@ -223,17 +216,15 @@ FIELDS: Final[Mapping[str, Object]] = {
     ),
     "MaintenanceConfig": Object({"policy": Choice(get_args(MaintenancePolicy)), "timeout": TIMEOUT}),
 }
-"""The fields of each kind, without apiVersion and kind."""
 WORDS: Final = Words(unknown="unknown field", meant=False, null_is_absent=True, names_found=False)
 
 
 def field_faults(kind: str, fields: Mapping[str, Any], words: Words = WORDS) -> list[str]:
-    """Return one line for each fault in the fields of a known kind, including the path of the faulty field."""
     return [" ".join(str(fault).split()) for fault in faults(fields, FIELDS[kind], "", words)]
 
 
 def config_of(kind: str, fields: Mapping[str, Any]) -> OpaqueConfig:
-    """Build the config from fields that have no `field_faults`. As in Kubernetes, `null` means unset."""
+    """Build the config from fields without faults. As in Kubernetes, `null` means unset."""
     if kind == "VfioDeviceConfig":
         iommu = fields.get("iommu") or {}
         return VfioDeviceConfig(

@@ -31,9 +31,9 @@ STRATEGY_PARTS: Mapping[str, str] = {"TimeSlicing": "timeSlicingConfig", "MPS": 
 
 
 def decode(parameters: Any, words: Words = WORDS) -> OpaqueConfig:
-    """Return the parameters with defaults filled in.
+    """Fill in defaults.
 
-    Raises: InvalidConfigError with a one-line message: a fault of the object as a whole, or all faults of its fields.
+    Raises: InvalidConfigError with a fault of the object as a whole, or all faults of its fields.
     """
     kind = _checked_kind(parameters)
     fields = {name: value for name, value in parameters.items() if name not in ("apiVersion", "kind")}
@@ -44,9 +44,7 @@ def decode(parameters: Any, words: Words = WORDS) -> OpaqueConfig:
 
 
 def _unfitting_parts(parameters: Mapping[str, Any]) -> list[str]:
-    """Return a fault for each part of `sharing` that does not fit its strategy, even if the part is empty or
-    null.
-    """
+    """Return a fault for each part of `sharing` that does not fit its strategy, even if it is empty or null."""
     sharing = parameters.get("sharing")
     strategy = sharing.get("strategy") if isinstance(sharing, Mapping) else None
     if not isinstance(sharing, Mapping) or not isinstance(strategy, str) or strategy not in STRATEGY_PARTS:
@@ -97,7 +95,7 @@ _TYPE_NAMES: dict[DeviceType, str] = {"gpu": "a whole GPU", "mig": "a MIG device
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """Parameters of a device. `entry` describes the allocation entry they came from; None for the defaults."""
+    """`entry` describes the allocation entry; None for the defaults."""
 
     config: OpaqueConfig
     entry: str | None = None
@@ -108,13 +106,12 @@ def config_for_result(
 ) -> ResolvedConfig:
     """Return the parameters of one allocated device. Entries are not merged: the last one that applies wins.
 
-    Precedence, lowest first: the defaults, entries of the class in order, entries of the claim in order. An
-    entry applies if it names the result's request, in full or by its base name, or if it names no request and
-    its kind fits the device.
+    Precedence, lowest first: the defaults, entries of the class in order, entries of the claim in order. An entry
+    applies if it names the result's request, in full or by its base name, or if it names no request and its kind fits
+    the device.
 
-    Raises: InvalidConfigError if an entry that may apply is invalid or has no opaque parameters, names the request
-    but does not fit the device, or applies and requires adminAccess that the request lacks (even if a later
-    entry replaces it).
+    Raises: InvalidConfigError if an entry that may apply is invalid or not opaque, names the request but does not fit
+    the device, or requires adminAccess that the request lacks (even if a later entry replaces it).
     """
     resolved = ResolvedConfig(DEFAULTS[device_type])
     for index, entry in _by_precedence(configs):
@@ -145,7 +142,6 @@ def config_for_result(
 
 
 def manages(config: OpaqueConfig) -> bool:
-    """Whether the parameters request management access."""
     return isinstance(config, GpuConfig | MigDeviceConfig) and config.management
 
 
@@ -156,7 +152,6 @@ def asks_for_maintenance(claim: AllocatedClaim) -> bool:
 
 
 def needs_admin_access(what: str, request: str) -> str:
-    """Return the fault of a request that sets `what` (`management` or MaintenanceConfig) without adminAccess."""
     return f"{what} requires adminAccess: true on request {request!r}"
 
 

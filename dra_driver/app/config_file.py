@@ -1,4 +1,4 @@
-"""The sections of the `--config` file: their shapes and values. The keys are in dra_driver.app.settings."""
+"""The sections of the `--config` file. The keys are in dra_driver.app.settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_BYTES: Final = 1 << 20
 
 
 def read_document(path: Path) -> Any:
-    """Return the content of a YAML file. Raises: InvalidConfigError."""
+    """Read a YAML file. Raises: InvalidConfigError."""
     import yaml
 
     try:
@@ -94,7 +94,7 @@ GPUS: Final = Object(
         "pciBusIDs": _BUS_IDS,
     }
 )
-"""Selects GPUs by their properties. A missing key matches every GPU."""
+"""A missing key matches every GPU."""
 _DEVICES: Final = Object(
     {
         "productName": _PRODUCT,
@@ -107,7 +107,6 @@ _DEVICES: Final = Object(
 
 
 def gpu_selector(given: Mapping[str, Any]) -> GpuSelector:
-    """Return the selector from a value of the shape GPUS, or from a sharing entry."""
     return GpuSelector(
         given.get("productName"),
         frozenset(given.get("uuids") or ()),
@@ -137,7 +136,7 @@ def _fit_together(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def word(value: Any) -> Any:
-    """Return the word of a Choice. YAML reads an unquoted `off` as false."""
+    """YAML reads an unquoted `off` as false."""
     return "off" if value is False else value
 
 
@@ -169,7 +168,6 @@ SHARING: Final = ListField(
 
 
 def sharing_policy(entries: Sequence[Mapping[str, Any]]) -> SharingPolicy:
-    """Return the policy from a value of the shape SHARING."""
     return SharingPolicy(tuple(map(_entry, entries)))
 
 
@@ -256,7 +254,6 @@ MIG_LAYOUTS: Final = Object(
 
 
 def mig_layouts(given: Mapping[str, Any]) -> MigLayouts:
-    """Return the layouts from a value of the shape MIG_LAYOUTS."""
     configs = (given.get("configuration") or {}).get("mig-configs") or {}
     return MigLayouts(
         {name: tuple(map(_layout_entry, entries or ())) for name, entries in configs.items()},
@@ -292,7 +289,6 @@ POWER: Final = Object(
 
 
 def power_policy(given: Mapping[str, Any]) -> PowerPolicy:
-    """Return the policy from a value of the shape POWER."""
     return PowerPolicy(given.get("defaultWatts"), given.get("maxWatts"), given.get("nodeBudgetWatts"))
 
 
@@ -315,6 +311,5 @@ IMEX_CHANNEL: Final = Scalar(object, _channel)
 
 
 def imex_channel(given: Any) -> ImexChannels | None:
-    """Return the channels from a value of the shape IMEX_CHANNEL; None for off."""
     channel: ImexChannels | None = None if word(given) == "off" else given
     return channel

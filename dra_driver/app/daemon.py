@@ -91,18 +91,16 @@ from dra_driver.reporting.usage import UnclaimedMemory, Usage
 _log = structlog.get_logger(__name__)
 
 _REGISTRATION_S = 0.3
-"""The maximum wait for the registration. A running kubelet registers the plugin faster."""
+"""A running kubelet registers the plugin faster."""
 _WORKER_LOOKS_S, _TURN_S = 0.4, 0.1
-"""How often the worker looks whether another process asks for the work, and the others whether it was handed over. Each
-look wakes the process.
-"""
+"""How often the worker, and the other processes, check whose turn it is. Each check wakes the process."""
 _LOCK_FAILED_S = 10.0
 _CALLS_S = 8.0
-"""How long calls in progress may take when another process asks for the work. Waiting ones end after five seconds."""
+"""Limit for calls in progress when another process asks for the work. Waiting ones end after five seconds."""
 _STEPS_S = 3.0
-"""How long steps on GPUs may still take after the calls have ended. One that hangs goes on alone."""
+"""Limit for steps on GPUs after the calls have ended. One that hangs goes on alone."""
 _HAND_OVER_S = 30.0
-"""How long a hand-over may take in all."""
+"""Limit for a whole hand-over."""
 _TAKES_BACK_S = 60.0
 """How long another process works before one that never was ready takes the node back."""
 _LATE_S = 45.0
@@ -112,10 +110,7 @@ _PLUGIN, _HTTP = "kubelet_plugin", "http"
 
 
 class Part(NamedTuple):
-    """A part of the daemon. Parts stop in the reverse of the order in which they start.
-
-    `stands_by`: it changes nothing on the node, and may run while another process works there.
-    """
+    """`stands_by`: the part changes nothing on the node, and may run while another process works there."""
 
     name: str
     start: Callable[[], object] = lambda: None
@@ -124,15 +119,16 @@ class Part(NamedTuple):
 
 
 class Driver:
-    """The daemon. When `start` returns, the kubelet can reach it, unless it stands by; the first scan may still be
+    """When `start` returns, the kubelet can reach the daemon, unless it stands by; the first scan may still be
     running.
     """
 
     def __init__(
         self, settings: Settings, platform: Platform | None = None, *, was_ready: bool = False
     ) -> None:
-        """Create all parts without starting them. `was_ready`: this process has been ready before. Raises:
-        InvalidConfigError; StateError without a boot ID.
+        """Create all parts without starting them. `was_ready`: this process has been ready before.
+
+        Raises: InvalidConfigError; StateError without a boot ID.
         """
         self.settings = settings
         self._platform = platform or platform_of(settings)
@@ -161,7 +157,6 @@ class Driver:
         self._parts = tuple(self._all_parts())
 
     def _make_state(self) -> None:
-        """Create the parts for the files on disk, which the next instance also uses."""
         settings, directory = self.settings, self._plugin_dir
         self.records = RecordStore(directory / "claims", self.boot_id)
         self.lanes = Lanes(GpuLocks(directory / "locks"))
@@ -188,9 +183,7 @@ class Driver:
         )
 
     def _make_gpus(self) -> None:
-        """Create the parts that find GPUs and change them. MIG and passthrough exist even if they are switched off,
-        because steps of earlier claims may have to be undone.
-        """
+        """Create MIG and passthrough even if they are off, because steps of earlier claims may have to be undone."""
         settings, paths, nodes, ledger = self.settings, self._paths, self._platform.nodes, self.ledger
         directory, lanes = self._plugin_dir, self.lanes
         self._labels = NodeLabels(self.client, settings.node_name, self._labels_changed)
@@ -280,7 +273,6 @@ class Driver:
         )
 
     def _make_reports(self) -> None:
-        """Create the parts that write events and the status of claims, and update metrics."""
         self.reporting = Reports(
             self.settings.driver_name,
             self.settings.node_name,
@@ -296,7 +288,6 @@ class Driver:
         )
 
     def _make_steps(self) -> None:
-        """Create the steps that claims run on GPUs and files, and the cleaner that undoes them."""
         settings, paths, nodes, directory = self.settings, self._paths, self._platform.nodes, self._plugin_dir
         self._dev_char = DevCharLinks(paths, nodes) if settings.dev_char_links else None
         self._extra_devices = ExtraDeviceFinder(
@@ -343,9 +334,7 @@ class Driver:
         )
 
     def _tools(self) -> Hashable:
-        """Return a value that changes when nvidia-smi, the MPS host or the NVIDIA driver appears, disappears or is
-        replaced, when NVML may be opened again, and when a command has requested the cleanup.
-        """
+        """Return a value that changes when an undo that failed may succeed, or a command has requested the cleanup."""
         smi = None
         with suppress(StateError):
             smi = self._programs().paths.get(SMI_PROGRAM)
@@ -398,7 +387,6 @@ class Driver:
         )
 
     def _make_kubelet_plugin(self, *, was_ready: bool) -> None:
-        """Create the parts that answer the kubelet's calls and probes, and that collect the node's problems."""
         settings, directory, publisher = self.settings, self._plugin_dir, self.publishing.publisher
         self._plugin = KubeletPlugin(
             PluginSettings(
@@ -445,7 +433,6 @@ class Driver:
         )
 
     def _register_metrics(self) -> None:
-        """Register the sources of the metrics' values."""
         show, inventory, health = self.metrics.show, self.discovery.latest, self.health.book
         publisher, cache, support = self.publishing.publisher, self.publishing.cache, self.publishing.support
         show.claims(
@@ -473,7 +460,6 @@ class Driver:
         return self.detachments.maintenances(self.records.all().values())
 
     def _watch_usage(self) -> None:
-        """Watch for GPU memory that belongs to no claim. Scrapes measure it too."""
         self._unclaimed_memory: ProblemSource = lambda: ()
         self._receipts: Receipts | None = None
         if not self.settings.usage_metrics:
@@ -503,7 +489,7 @@ class Driver:
         self.metrics.show.receipts(self._receipts.sums)
 
     def _all_parts(self) -> Iterator[Part]:
-        """Yield all parts, in the order in which they start."""
+        """Yield all parts, in the order in which they start. They stop in the reverse order."""
         yield Part("api_client", stop=self.client.close)
         yield Part("state", self._open_state, self._close_state)
         if self._receipts is not None:
@@ -547,7 +533,7 @@ class Driver:
         _log.info("driver_started", driver=names[0], node=names[1], pid=os.getpid())
 
     def _open_client(self) -> None:
-        """Open the API client after registration, because its import would delay the kubelet's first calls."""
+        """Wait for the registration, because importing the API client would delay the kubelet's first calls."""
         self._registered.wait(_REGISTRATION_S)
         self.client.open()
 
@@ -561,12 +547,12 @@ class Driver:
         self._maintenance.open()
 
     def _use_state(self) -> None:
-        """Read what decides the names of devices. Stores that are not open read the disk, and change no file."""
+        """Read what decides the names of devices. Stores that are not open change no file."""
         self.passthrough.open()
         refuse_other_names(self.settings.device_names, self.ledger.known_records())
 
     def _close_state(self) -> None:
-        """End the steps on GPUs, and make every later use of the records and the ledgers fail."""
+        """End the steps on GPUs, and make every later use of the stores fail."""
         if not self.lanes.close(_STEPS_S):
             _log.warning("steps_unfinished", gpu_uuids=sorted(self.lanes.under_way()))
         self.records.close()
@@ -579,8 +565,9 @@ class Driver:
         self.claims.admission.open()
 
     def start(self) -> None:
-        """Start all parts, or those that stand by while another process works on the node. Raises: InvalidConfigError,
-        StateError, FatalError, after stopping every part.
+        """Start all parts, or those that stand by while another process works on the node.
+
+        Raises: InvalidConfigError, StateError, FatalError, after stopping every part.
         """
         try:
             self._works = self._worker.take()
@@ -603,7 +590,7 @@ class Driver:
                 part.start()
 
     def _turn(self) -> float:
-        """Take the work over or hand it over, if it is time to; returns the seconds until the next look."""
+        """Take the work over or hand it over; returns the seconds until the next check."""
         try:
             if self._works:
                 if not self._worker.is_asked():
@@ -648,7 +635,7 @@ class Driver:
             self._die(error)
 
     def _hand_over(self) -> None:
-        """Stop everything that changes something, except a step that hangs, and let the newer process work.
+        """Stop everything that changes something, except a step that hangs.
 
         If that fails or takes too long, this process ends, which releases its right to work.
         """
@@ -689,9 +676,9 @@ class Driver:
         self._stop(readers)
 
     def stop(self) -> None:
-        """Stop the kubelet's side first, then the other parts in reverse order. Safe to call twice.
+        """Stop the kubelet's side first, then the other parts. Safe to call twice.
 
-        Calls in progress finish, sockets are removed, slices and records stay.
+        Calls in progress finish; slices and records stay.
         """
         has_ended = self._turns.stop()
         # These come before the server, because it waits for streams and calls to end.
@@ -722,14 +709,14 @@ class Driver:
         return self._works
 
     def _watch_health(self, request: Any, context: Any) -> Iterator[NodeWatchResourcesResponse]:
-        """See `HealthStream.watch`. Nothing is known before this process works."""
+        """Delay `HealthStream.watch` until this process works; before that, nothing is known."""
         while context.is_active() and not self.claims.admission.is_open:
             if self._stopped.wait(_TURN_S):
                 return
         yield from self.health.stream.watch(request, context)
 
     def idle(self) -> Idle | None:
-        """Return why this process does not work on the node; None if it does."""
+        """Return why this process does not work on the node."""
         if self._works:
             is_starting = self._stood_by and not self.claims.admission.is_open
             return Idle("this process starts to work on the node", is_fault=True) if is_starting else None
@@ -748,7 +735,6 @@ class Driver:
         return Idle(text, is_fault=True)
 
     def plugin_died(self, error: FatalError) -> None:
-        """Make `wait` raise this error."""
         self._die(error)
 
     def _die(self, error: Exception) -> None:
@@ -756,36 +742,29 @@ class Driver:
         self._stopped.set()
 
     def is_ready(self) -> bool:
-        """Whether the readiness probe succeeds."""
         return self.probes.is_ready()
 
     def end(self) -> None:
-        """Make `wait` return."""
         self._stopped.set()
 
     def wait(self) -> None:
-        """Block until `end`, a fatal error, or the end of a newer process after which this node needs a new `Driver`
-        (`starts_again`). Raises: the error.
-        """
+        """Block until `end`, a fatal error (raised), or the node needs a new `Driver` (`starts_again`)."""
         self._stopped.wait()
         if self._fatal is not None:
             raise self._fatal
 
     def problems(self) -> list[str]:
-        """Return what is wrong, one sentence each: first the faults that fail readiness, then the notes."""
         return [*self.probes.readiness(), *self.probes.notes()]
 
     # --- changes, each handled in the thread that found it ---------------------------------------------
 
     def registration_changed(self, status: RegistrationStatus) -> None:
-        """Handle the kubelet's registration of this process."""
         if status.registered:
             self._registered.set()
             self._turns.wake()
             self._inventory_changed()
 
     def _inventory_changed(self) -> None:
-        """Handle a change of the devices, including their disappearance."""
         if not self._works:
             return
         _call_all(
@@ -805,13 +784,10 @@ class Driver:
         self.discovery.health_polled(gpu_uuid, polled)
 
     def _health_moved(self, change: HealthChange) -> None:
-        """Handle a change of the health of a GPU or MIG device."""
         self.reporting.claims.health_changed(change)
 
     def _mig_changed(self, action: MigAction, device: str, seconds: float, error: Exception | None) -> None:
-        """Handle the creation or destruction of a MIG device on demand, a switch of a MIG mode, or a failed attempt
-        (`error`).
-        """
+        """Handle a change of MIG devices on demand or MIG mode, or a failed attempt (`error`)."""
         is_switched = error is None and action in ("mode-on", "mode-off")
         _call_all(
             *([partial(self._gpu_steps.mig_mode_changed, device)] if is_switched else []),
@@ -820,28 +796,23 @@ class Driver:
         )
 
     def _labels_changed(self) -> None:
-        """Handle new labels of the node; one of them may name its MIG layout."""
         self.layouts.wake()
 
     def _layouts_changed(self, found: Sequence[GpuLayout]) -> None:
-        """Handle new states of the MIG layout on GPUs; `found` is empty if GPUs only lost their layout."""
         _call_all(self._publish, partial(self.reporting.reporter.mig_layouts_changed, found))
 
     def _claim_released(self) -> None:
-        """Handle the end of an Unprepare; a cleanup of the claim may be pending."""
         _call_all(self.layouts.wake, self.publishing.claim_released)
 
     def _cleanups_changed(self) -> None:
-        """Handle a new or finished cleanup."""
         _call_all(self.discovery.request_rescan, self._publish, self.cleaner.retry_now, self.layouts.wake)
 
     def _publish(self) -> None:
-        """Publish again, because the content of the slices may have changed."""
         self.publishing.publisher.mark_dirty()
 
 
 def _call_all(*calls: Callable[[], object]) -> None:
-    """Make all calls in this order. Raises: the error of one call, after the others."""
+    """Make all calls. Raises: the error of one call, after the others."""
     with ExitStack() as others:
         for call in reversed(calls):
             others.callback(call)

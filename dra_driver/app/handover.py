@@ -4,18 +4,17 @@
        └─ the kubelet has registered it: it asks                                                        │
     a new start ◀──no newer process is left─────────────────────────────────────────────────────────────┘
 
-A standby process has NVML open and is registered, so the kubelet sends it all new calls; they wait. The worker
-sees that it was asked, lets no more calls in, ends those in progress, and stops for good everything that writes. Calls
-that last longer, such as one that hangs on a GPU, fail when they next use a record.
+A registered standby process gets all new calls; they wait. Calls that outlast the hand-over fail when they next use a
+record.
 
-Each process has a number: its start time, then its PID. It locks two bytes of one file, far behind its end: one says
-that the process asks for the work (until it exits), the other that it works. The kernel releases them at a crash. A
-killed process whose thread hangs in the kernel keeps its locks, but does not count; other PID namespaces hide that.
+Each process has a number: its start time, then its PID. It locks two bytes of one file: one says that the process
+asks for the work (until it exits), the other that it works. The kernel releases them at a crash. A killed process
+whose thread hangs in the kernel keeps its locks, but does not count; other PID namespaces hide that.
 
 | A crash … | leaves | next |
 |---|---|---|
 | of the worker | no lock | the newest standby process works, or the next start |
-| of a process that asks, before it works | a worker that hands over or has handed over | that one starts anew |
+| of a process that asks, before it works | a worker that hands over or has handed over | that one starts again |
 | of a process that asks, when it works | as above | as above, with the records on disk |
 | of an older pod's process, which starts again as the newest | one that was never ready | after a minute that one too |
 """
@@ -39,13 +38,13 @@ from dra_driver.reporting.node_problems import WORKER_LOCK
 _PID_BITS = 22
 """Linux has no larger PIDs."""
 _FIRST, _LAST = 4, 2**62
-"""The bytes of processes. Byte 0 is `WORKER_LOCK`'s own."""
+"""Byte 0 is `WORKER_LOCK`'s own."""
 
 
 class WorkerLock:
-    """The right to work on a node, for one process at a time. Thread-safe.
+    """The right to work on a node. Thread-safe.
 
-    Every method but `close` raises FatalError if the lock file was removed.
+    Every method but `close` raises StateError, and FatalError if the lock file was removed.
     """
 
     def __init__(self, directory: Path, proc: str = "/proc") -> None:
@@ -57,12 +56,12 @@ class WorkerLock:
         self._guard = threading.Lock()
 
     def ask(self) -> None:
-        """Ask for the work until `close`: the kubelet has registered this process. Raises: StateError."""
+        """Ask for the work until `close`."""
         with self._guard:
             self._lock(self._number * 2)
 
     def take(self) -> bool:
-        """Work from now on, if no other process does and no newer one asks; return whether. Raises: StateError."""
+        """Work from now on, if no other process does and no newer one asks; return whether."""
         with self._guard:
             if any(offset % 2 or offset > self._number * 2 for offset in self._others(_FIRST)):
                 return False
@@ -74,7 +73,6 @@ class WorkerLock:
             return False
 
     def is_asked(self) -> bool:
-        """Whether a newer process asks for the work. Raises: StateError."""
         with self._guard:
             return any(not offset % 2 for offset in self._others(self._number * 2 + 2))
 
@@ -106,7 +104,6 @@ class WorkerLock:
             raise state_error("lock", self._path, error) from error
 
     def _others(self, first: int) -> list[int]:
-        """Return the bytes from `first` on that other living processes have locked."""
         return [offset for offset in self._locked(first, _LAST) if self._lives(offset // 2)]
 
     def _locked(self, first: int, last: int) -> Iterator[int]:

@@ -1,9 +1,8 @@
-"""Logs, and the signals that control or inspect the daemons. Each event is a JSON object or a console line on
-stderr.
+"""Logs, and the signals that control or inspect the daemons.
 
-A Python signal handler interrupts the main thread anywhere, even while the thread holds a lock, so the handler
-does nothing. Instead, the interpreter writes the number of each signal into a pipe, even while Python code
-cannot run, and a thread reads the pipe and acts on it.
+A Python signal handler interrupts the main thread anywhere, even while it holds a lock, so the handler does nothing.
+Instead, the interpreter writes the signal's number into a pipe, even while Python code cannot run, and a thread reads
+the pipe and acts.
 """
 
 from __future__ import annotations
@@ -54,15 +53,12 @@ Event = MutableMapping[str, Any]
 
 
 class Logs:
-    """The log. `form` is json or console; `level` is the current minimum level."""
-
     def __init__(self, level: str, form: str) -> None:
         self.level = level
         self.form = form
         self._quiet = "info" if level == "debug" else level
 
     def toggle_debug(self) -> None:
-        """Switch debug events on or off, and log the change."""
         before = self.level
         self.level = self._quiet if before == "debug" else "debug"
         if before == "debug":
@@ -79,7 +75,6 @@ class Logs:
 
 
 def configure_logs(level: str, form: str) -> Logs:
-    """Configure logging of events of at least `level`, as `json` or `console`."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -167,10 +162,7 @@ def _without_secrets(text: str) -> str:
 
 
 class _LibraryMessages(logging.Handler):
-    """Turns the log messages of libraries into events."""
-
     def emit(self, record: logging.LogRecord) -> None:
-        """Log one event for each message."""
         try:
             text = record.getMessage()
         except Exception:  # noqa: BLE001  the args do not match the format
@@ -205,7 +197,7 @@ _MAX_FRAMES = 64
 
 
 class SignalWatch:
-    """Handles signals in its own thread. Create it in the main thread; only one may exist at a time."""
+    """Create it in the main thread; only one may exist at a time."""
 
     def __init__(self) -> None:
         self._actions: dict[int, Callable[[], object]] = {}
@@ -215,7 +207,6 @@ class SignalWatch:
         threading.Thread(target=self._run, name="signals", daemon=True).start()
 
     def on(self, action: Callable[[], object], *numbers: signal.Signals) -> None:
-        """Call `action` for each of these signals."""
         for number in numbers:
             self._actions[number] = action
             signal.signal(number, _nothing)
@@ -235,8 +226,7 @@ class SignalWatch:
 
 
 def watch_signals(logs: Logs) -> SignalWatch:
-    """Handle SIGUSR1, which switches debug events on and off, and SIGUSR2, which shows what every thread is
-    doing.
+    """Let SIGUSR1 switch debug events on and off, and SIGUSR2 show what every thread is doing.
 
     A crash in a library, or SIGABRT, shows the stacks too, even if Python code can no longer run.
     """
@@ -258,7 +248,6 @@ def show_stacks(form: str) -> None:
 
 
 def _stacks() -> Iterator[dict[str, Any]]:
-    """Yield the name and frames of each thread, innermost first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         yield {"thread": names.get(ident, str(ident)), "frames": _frames(frame)}

@@ -1,4 +1,4 @@
-"""The machine on which the daemon runs: real hardware, or a simulated machine."""
+"""The machine on which the daemon runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from dra_driver.model.host import HostPaths
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """A machine: the paths of its host, how its NVML is loaded, and how drivers of PCI functions are changed."""
-
     paths: HostPaths
     nodes: DeviceNodeReader
     load_nvml: Callable[[], object]
@@ -24,7 +22,7 @@ class Platform:
 
 
 def real_platform(settings: Settings) -> Platform:
-    """Return the node's own hardware. Each attempt to load NVML searches for its library, which may come later."""
+    """Search for NVML's library at each attempt to load it, because it may come later."""
     from dra_driver.nvml.session import load_library
 
     inside = settings.container_driver_root
@@ -41,7 +39,6 @@ def real_platform(settings: Settings) -> Platform:
 
 
 def simulated_platform(machine_name: str, directory: Path, plugin_directory: Path) -> Platform:
-    """Return a simulated machine with its state in `directory`."""
     from dra_driver.simulator import (
         SimulatedDeviceNodes,
         SimulatedLibrary,
@@ -66,7 +63,6 @@ def simulated_platform(machine_name: str, directory: Path, plugin_directory: Pat
 
 
 def platform_of(settings: Settings) -> Platform:
-    """Return the platform for these settings."""
     if settings.simulate is None:
         return real_platform(settings)
     directory = Path(settings.simulator_dir or DEFAULT_SIMULATOR_DIR)

@@ -1,4 +1,4 @@
-"""Publishes the slices of this node, with the taints of its devices and without withheld devices."""
+"""Publishes the slices of this node."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from dra_driver.slices.rules.diff import Owner
 
 
 class Publishing:
-    """Creates the parts for publishing: `cache` follows the slices on the API server, `publisher` writes them,
-    and `support` knows which features the API server supports.
-    """
+    """`cache` follows the slices on the API server, `publisher` writes them."""
 
     def __init__(
         self,
@@ -42,7 +40,6 @@ class Publishing:
         layouts: NodeLayouts,
         metrics: Metrics,
     ) -> None:
-        """`layouts` has the state of the MIG layout on each GPU, by UUID."""
         self._settings, self._api = settings, api
         self._records, self._without_record = records, without_record
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
@@ -53,17 +50,15 @@ class Publishing:
         self.publisher = Publisher(self, self.cache, settings.sharing, self.support, metrics, settings.power)
 
     def owner(self) -> Owner:
-        """Return the owner of the slices."""
         names = self._settings.driver_name, self._settings.node_name
         return Owner(*names, node_uid(self._api, self._settings.node_name))
 
     def claim_released(self) -> None:
-        """Publish again after an Unprepare, because a device may have been in the slices only due to its claim."""
+        """Publish again, because a device may have been in the slices only due to its claim."""
         if self._withdraws:
             self._dirty()
 
     def missing_setting(self, key: str) -> str | None:
-        """Return the setting that would keep pods off devices with this health reason; None if it is not needed."""
         if self._health.taint_policy.effects.get(key) == "None":
             return f"health.taints.{key} to NoSchedule"
         if self._settings.unhealthy_devices == "taint" and self.support.drops_taints:
@@ -71,14 +66,13 @@ class Publishing:
         return None
 
     def taints(self, limits: TaintLimits = NEWEST_TAINTS) -> Taints:
-        """Return a function that returns the current taints of a device."""
         return self._health.taints(self._cleaner.withheld(), self._layouts.states(), limits)
 
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
         """Return a function that returns whether a device is withheld from the slices now.
 
         Devices of GPUs in maintenance are withheld. Devices with pending cleanup, for which a Prepare would fail, are
-        withheld unless taints mark them. `dropped` says whether the API server drops taints.
+        withheld unless taints mark them (`dropped`: the API server drops taints).
         """
         mode = self._settings.unhealthy_devices
         # Set before the records are read, so that a claim that is released after that triggers a publication.

@@ -1,8 +1,7 @@
 """The settings of `run`. Flags and environment variables override a configuration file, which overrides the
 defaults.
 
-`Settings` defines each setting: flag, variable, key, default. The command line reads flags and environment once,
-and passes them on as one value; no other code reads settings from the environment.
+No other code reads settings from the environment.
 """
 
 from __future__ import annotations
@@ -61,9 +60,7 @@ METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "off": (),
     "both": EVERY_METADATA_VERSION,
 }
-"""The versions to write, newest first, for each value of `device_metadata`. Readers use the first version that
-they support, and some support only one, so both are written.
-"""
+"""Newest first. Readers use the first version that they support, and some support only one."""
 DeviceNames = Literal["uuid", "minor"]
 PROBE_PATHS = ("/healthz", "/startupz", "/readyz", "/problems")
 ADVICE_PATH = "/advice"
@@ -77,14 +74,11 @@ _FLAG_WORDS: Final = Words(must="expected", whole="a whole number", names_found=
 class Flag:
     """A flag of a command, or an argument if it has a `count` (argparse's number of arguments).
 
-    `name` is the name of the value; the spelling and the environment variable are derived from it unless given.
-    The value has `shape`, or is a text that `parsed` converts (it raises InvalidConfigError); `to` converts the
-    value for the command. `default` is the value if the flag is not given, and `shown` describes it in --help.
-    With `is_repeated`, the value is a list.
+    The value has `shape`, or is a text that `parsed` converts (it raises InvalidConfigError); `to` converts the value
+    for the command.
 
-    In the configuration file, a setting is at the dotted path `key`; its value has `shape`, and `of_file`
-    converts it. A setting without `help` can only be in the file. For a setting that may be None, an empty text
-    is valid.
+    In the configuration file, a setting is at the dotted path `key`, and `of_file` converts it. A setting without
+    `help` can only be in the file. For a setting that may be None, an empty text is valid.
     """
 
     name: str
@@ -107,21 +101,18 @@ class Flag:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """The flag's names on the command line."""
         return self.spelled or (f"--{self.name.replace('_', '-')}",)
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The environment variables, in order of precedence. An empty variable counts as not set."""
+        """In order of precedence. An empty variable counts as not set."""
         return (self.name.upper(),) if self.env is None else self.env
 
     @property
     def kind(self) -> Shape:
-        """The shape of the value on the command line."""
         return self.shape if self.parsed is None else _TEXT
 
     def fault(self, value: Any) -> str | None:
-        """Return what is wrong with a value; None if it is valid."""
         if value == "" and self.is_none_if_empty:
             return None
         if self.parsed is None:
@@ -134,7 +125,7 @@ class Flag:
 
 
 def _setting(default: Any, help: str | None, shape: Shape = _TEXT, *, flag: str = "", **more: Any) -> Any:
-    """Return a field of Settings. `flag` is the flag's name if it is not the field's; `more` is passed to Flag."""
+    """Return a field of Settings. `flag` is the flag's name if it is not the field's."""
     shown = f"{default:g}" if isinstance(default, (int, float)) else default
     more = {"shown": shown if isinstance(shown, str) else None, **more}
     given = Flag(flag, help, shape, is_none_if_empty=default in (None, MISSING), **more)
@@ -167,7 +158,7 @@ def _address(text: str) -> str | None:
 def consumable_shares(text: str) -> SharingPolicy:
     """Return the policy of `--consumable-shares`: one rule for every device, which only the scheduler enforces.
 
-    Raises: InvalidConfigError for anything but disabled (or empty), memory, unlimited or a number of shares.
+    Raises: InvalidConfigError.
     """
     match text.strip():
         case "" | "disabled":
@@ -182,7 +173,7 @@ def consumable_shares(text: str) -> SharingPolicy:
 
 
 def imex_channels(text: str) -> ImexChannels | None:
-    """Parse `--imex-channel`: `off`, `all` or a number. Raises: InvalidConfigError."""
+    """Parse `off`, `all` or a number. Raises: InvalidConfigError."""
     word = text.strip()
     value = int(word) if re.fullmatch(r"[0-9]{1,7}", word) else word
     for fault in faults(value, IMEX_CHANNEL, ""):
@@ -191,7 +182,7 @@ def imex_channels(text: str) -> ImexChannels | None:
 
 
 def host_device_list(text: str) -> tuple[HostDevice, ...]:
-    """Parse a list of names, such as `"gds,mofed"`. Raises: InvalidConfigError."""
+    """Parse for example `"gds,mofed"`. Raises: InvalidConfigError."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not set(names) <= set(HOST_DEVICES):
         raise InvalidConfigError(f"expected a comma-separated list of {', '.join(HOST_DEVICES)}")
@@ -199,7 +190,7 @@ def host_device_list(text: str) -> tuple[HostDevice, ...]:
 
 
 def xid_list(text: str) -> frozenset[int]:
-    """Parse `--additional-xids-to-ignore`, such as `"45, 63"`. Raises: InvalidConfigError."""
+    """Parse for example `"45, 63"`. Raises: InvalidConfigError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in parts):
         raise InvalidConfigError("expected comma-separated Xid numbers")
@@ -213,12 +204,10 @@ _SWITCH = Scalar(bool)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of `run`. Paths are paths in this container, unless the help says that they are on the host.
+    """Paths are paths in this container, unless the help says that they are on the host.
 
-    `healthcheck_port` -1 and an empty `http_endpoint` disable these services. `pod_uid` allows two instances
-    during a rolling update. `kube_api_qps` 0 means no limit. `ignored_xids` and `fatal_xids` extend the built-in
-    lists. The keys of `taint_effects` have no prefix. `imex_channel` is for claims on GPUs in a fabric; None means
-    no channel.
+    `healthcheck_port` -1 and an empty `http_endpoint` disable these services. `ignored_xids` and `fatal_xids` extend
+    the built-in lists. The keys of `taint_effects` have no prefix.
     """
 
     node_name: str = _setting(MISSING, "Name of this node; also the pool's name.", _dns_name(253))
@@ -311,7 +300,7 @@ class Settings:
     )
     dynamic_mig: bool = _setting(
         False,
-        "Create MIG devices on demand, on every GPU that supports MIG.",
+        "Create MIG devices on demand, on GPUs that support it.",
         _SWITCH,
         key="dynamicMig.enabled",
         is_required=True,
@@ -381,7 +370,7 @@ class Settings:
     )
     host_devices: tuple[HostDevice, ...] = _setting(
         (),
-        "Device nodes that every claim gets in addition to its GPUs: a comma-separated list of gds, mofed, gdrcopy "
+        "Device nodes that claims for containers also get: a comma-separated list of gds, mofed, gdrcopy "
         "and nvswitch.",
         ListField(Choice(HOST_DEVICES), None),
         of_file=in_order,
@@ -391,33 +380,29 @@ class Settings:
 
     @property
     def extra_devices(self) -> ExtraDevices:
-        """The host's device nodes that claims get in addition to their GPUs."""
         return ExtraDevices(self.imex_channel, self.host_devices)
 
     @property
     def needs_mps(self) -> bool:
-        """Whether an MPS host should run: it is configured, or MPS enforces the limits of shares."""
         rules = [entry.rule for entry in self.sharing.entries]
         return self.mps or any(rule is not None and rule.enforce == "mps" for rule in rules)
 
     @property
     def on_demand(self) -> Callable[[Gpu], bool] | None:
-        """A function that returns whether a GPU is partitioned into MIG devices on demand; None if no GPU is."""
+        """None if no GPU is partitioned into MIG devices on demand."""
         return self.dynamic_mig_gpus.matches_gpu if self.dynamic_mig else None
 
     @property
     def for_virtual_machines(self) -> Callable[[Gpu], bool] | None:
-        """A function that returns whether virtual machines may use a GPU; None if they may use no GPU."""
+        """None if virtual machines may use no GPU."""
         return self.passthrough_gpus.matches_gpu if self.passthrough else None
 
     @property
     def metadata_versions(self) -> tuple[str, ...]:
-        """The versions of the device metadata to write, newest first; empty if it is off."""
         return METADATA_VERSIONS[self.device_metadata]
 
     @property
     def plugin_directory(self) -> Path:
-        """The directory of the plugin's sockets, records and locks, below the kubelet's plugins directory."""
         return Path(self.kubelet_plugins_directory_path) / self.driver_name
 
 
@@ -439,13 +424,10 @@ CONFIG: Final = Flag(
 FLAGS: Final[Mapping[str, Flag]] = {
     flag.name: flag for flag in (*SETTINGS.values(), CONFIG) if flag.help is not None
 }
-"""The flags of all settings and of the configuration file, by name."""
 
 
 def _document() -> Object:
-    """Return the shape of the configuration file. Unknown keys are faults; otherwise a misspelt key would
-    silently mean the default.
-    """
+    """Unknown keys are faults; otherwise a misspelt key would silently mean the default."""
     top: dict[str, Shape] = {}
     sections: dict[str, dict[str, Flag]] = {}
     for setting in SETTINGS.values():
@@ -469,11 +451,11 @@ _BY_FLAG: Final = {flag.name: name for name, flag in SETTINGS.items()}
 def resolve(
     given: Mapping[str, Any], config_file: Path | None, defaults: Mapping[str, Any] | None = None
 ) -> Settings:
-    """Return the settings from the command line and a configuration file.
+    """Return the settings from the command line and a configuration file. Raises: InvalidConfigError that lists all
+    faults.
 
-    `given` contains the value of each setting or the text of its flag; None means that it is not given. Other names are
-    ignored, except `feature_gates`, and `faults`: the faults that the command line has found, by flag name.
-    `defaults` are the command's defaults. Raises: InvalidConfigError that lists all faults.
+    `given` has the value of each setting or the text of its flag; None means that it is not given. It may also have
+    `feature_gates`, and `faults`: what the command line found, by flag name. Other names are ignored.
     """
     flag_faults: Mapping[str, str] = given.get("faults", {})
     wrong = [*flag_faults.values()]
@@ -535,7 +517,6 @@ def resolve(
 
 
 def _flag_value(raw: Any, flag: Flag, wrong: list[str]) -> Any:
-    """Return the value of a setting, and add its fault to `wrong`."""
     value = str(raw) if isinstance(raw, Path) else raw
     if flag.help is None or (flag.parsed is not None and not isinstance(value, str)):
         return value  # already checked, like a value from a file
@@ -552,14 +533,12 @@ def _raise(wrong: Sequence[str], in_file: Sequence[str], path: Path | None) -> N
 
 
 def has_gate(text: str, name: str) -> bool:
-    """Whether `--feature-gates`, such as `A=true,B=false`, enables a gate."""
     return f"{name}=true" in text.replace(" ", "").split(",")
 
 
 def config_values(document: Any, path: Path) -> dict[str, Any]:
-    """Return the values of a configuration document by setting name. `path` is for error messages.
-
-    Raises: InvalidConfigError that lists every fault with its path in the file.
+    """Return the values of a configuration document by setting name. Raises: InvalidConfigError that lists all
+    faults.
     """
     values, in_file = _checked(document)
     _raise((), in_file, path)
@@ -567,7 +546,6 @@ def config_values(document: Any, path: Path) -> dict[str, Any]:
 
 
 def _checked(document: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the values of the valid settings, and all faults."""
     found = faults(document, DOCUMENT, "", WORDS)
     wrong = {fault.path for fault in found}
     values: dict[str, Any] = {}

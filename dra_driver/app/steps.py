@@ -1,4 +1,4 @@
-"""Makes what does and undoes the steps of claims, for the daemon, `cleanup --now` and tests."""
+"""Makes what does and undoes the steps of claims."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
 
 class GpuSteps:
-    """Does and undoes the steps that change GPUs: `runners`. `restorers` are those that also restore settings."""
+    """Does and undoes the steps that change GPUs. `restorers` also restore settings."""
 
     def __init__(
         self,
@@ -49,7 +49,6 @@ class GpuSteps:
         default_w: int | None = None,
         gpus: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        """`default_w` and `gpus` are as in `PowerLimitSteps`."""
         self.mig, self.mig_mode = mig, MigMode(mig)
         self.mig_devices = MigDevices(mig, self.mig_mode, proc)
         time_slices, clocks = TimeSliceSteps(nvidia_smi, mig.ledger), ClockSteps(limits, mig.ledger)
@@ -67,16 +66,13 @@ class GpuSteps:
         }
 
     def driver_reloaded(self) -> None:
-        """Note that the NVIDIA driver was reloaded or the GPUs changed, so settings may be lost."""
         for setting in self.settings:
             setting.driver_reloaded()
 
     def mig_mode_changed(self, gpu_uuid: str) -> None:
-        """Note that MIG mode of a GPU changed, which may have reset the GPU."""
         self.power_limits.gpu_reset(gpu_uuid)
 
     def problems(self) -> list[NodeProblem]:
-        """Return the problems of all settings."""
         return [problem for setting in self.settings for problem in setting.problems()]
 
 
@@ -95,9 +91,7 @@ def gpu_steps(
     default_w: int | None,
     gpus: Callable[[], Iterable[str]],
 ) -> GpuSteps:
-    """Return the steps on the GPUs of this node. `rescan` is as in `VfioSteps`, `default_w` and `gpus` as in
-    `PowerLimitSteps`.
-    """
+    """Return the steps. `rescan` is as in `VfioSteps`, `default_w` and `gpus` as in `PowerLimitSteps`."""
     session = nvml.session
     elsewhere = closed_elsewhere(session, detachments, lanes.refuse_other_hangs)
     mig = mig_context(session, elsewhere, ledger, MigHolders(ledger.records, lost_devices), mig_changed)

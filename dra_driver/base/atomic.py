@@ -1,7 +1,6 @@
-"""Atomic file writes: after a crash or a power cut, a reader sees the old content or the new content, never a
-mix.
+"""Atomic file writes: after a crash or a power cut, a reader sees the old content or the new content, never a mix.
 
-`WRITES` records the directories where the last write failed, and the writes in progress.
+File errors are raised as StateError, unless a docstring names another error.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from pathlib import Path
 from dra_driver.errors import StateError
 
 _OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM})
-"""Errors of the disk. Other errors concern one file; for example, a directory has the same path."""
 
 
 class WriteOutcomes:
-    """Tracks the last write failure of each directory, and the writes in progress. Thread-safe."""
+    """The last write failure of each directory, and the writes in progress. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,12 +33,8 @@ class WriteOutcomes:
 
     @contextmanager
     def writing(self, directory: Path, *, is_whole: bool = True) -> Iterator[None]:
-        """Track a write in a directory.
-
-        Pass `is_whole=False` for opening, removing or syncing a file: its success does not prove that a write
-        would succeed, so it does not clear an earlier failure.
-
-        Raises: the StateError of the write.
+        """Track a write in a directory. Success of a write that is not whole (open, remove, sync) clears no earlier
+        failure.
         """
         number = next(self._numbers)
         with self._lock:
@@ -61,24 +55,21 @@ class WriteOutcomes:
                     self._failed[directory] = failure
 
     def failed_in(self, top: Path) -> tuple[Path, str] | None:
-        """Return a directory at or below `top` whose last write failed, and the error; None if no write failed."""
         with self._lock:
             return next(((at, text) for at, text in self._failed.items() if at.is_relative_to(top)), None)
 
     def forget(self, directory: Path) -> None:
-        """Drop the failure of a directory that no longer exists."""
         with self._lock:
             self._failed.pop(directory, None)
 
     def hanging_in(self, top: Path) -> float | None:
-        """Return how many seconds the oldest write in progress at or below `top` has taken; None if none runs."""
+        """Return the age in seconds of the oldest write in progress at or below `top`."""
         with self._lock:
             began = [since for at, since in self._under_way.values() if at.is_relative_to(top)]
         return time.monotonic() - min(began) if began else None
 
 
 WRITES = WriteOutcomes()
-"""The writes of this process."""
 
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -91,13 +82,13 @@ _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 Stamp = tuple[int, int, int]
-"""Inode, size and change time in nanoseconds. A rewritten file has a different stamp."""
+"""Inode, size and change time in nanoseconds: different for a rewritten file."""
 
 _CLOCK_OF_FILES = 5  # CLOCK_REALTIME_COARSE; Python's `time` module has no name for it
 _SECOND_NS = 10**9
 
 _numbers = itertools.count(time.time_ns())
-"""Numbers for temporary names. The first is the current time, so a later process with this PID uses new ones."""
+"""They begin with the time, so a later process with this PID uses others."""
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -115,15 +106,12 @@ _REMEDIES = {
 
 
 def state_error(action: str, path: Path, error: OSError) -> StateError:
-    """Describe a failed file operation in one sentence: the action, the path and the remedy."""
     remedy = _REMEDIES.get(error.errno or 0, error.strerror or str(error))
     return StateError(f"cannot {action} {path}: {remedy}")
 
 
 def refuse_own_limit(path: Path | str, error: OSError) -> None:
-    """Raise StateError if this process or its node has too many files open, or no memory. Such an error says nothing
-    about the path, so it must not count as a missing file.
-    """
+    """Raise StateError if this process or its node is out of open files or memory: the path may still exist."""
     if error.errno in _OWN_LIMITS:
         raise state_error("read", Path(path), error) from error
 
@@ -139,15 +127,9 @@ def write_atomically(
 ) -> None:
     """Replace `path` with `content`.
 
-    The temporary file is in the same directory, because a rename works only within one file system; a watcher
-    of the directory sees both files. The writer holds a lock on the temporary file; the kernel releases the lock
-    if the writer is killed.
-
-    `whole` syncs the content before the rename; without it, a power cut may leave an empty file. `durable` also
-    syncs the directory; without it, a power cut may restore the old content. `permit` is called right before the
-    rename, because a sync may hang for minutes; its StateError keeps the old file.
-
-    Raises: StateError.
+    `whole` syncs the content before the rename; without it, a power cut may leave an empty file. `durable` also syncs
+    the directory; without it, a power cut may restore the old content. `permit` is called right before the rename,
+    because a sync may hang for minutes; its StateError keeps the old file.
     """
     with WRITES.writing(path.parent):
         _write(path, content, mode, permit, durable=durable, whole=whole)
@@ -181,7 +163,6 @@ def _write(
 
 
 def _locked_temporary(path: Path, mode: int) -> tuple[Path, int]:
-    """Create a temporary file next to `path`; returns its path and descriptor. Raises: OSError."""
     while True:
         name = path.parent / f".{path.name}.{os.getpid()}-{next(_numbers)}{TEMPORARY_SUFFIX}"
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -203,7 +184,7 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def replace_symlink(link: Path, target: str) -> None:
-    """Point a symbolic link at `target` atomically: readers see the old target or the new one. Raises: OSError."""
+    """Point a symbolic link at `target` atomically. Raises: OSError."""
     with suppress(OSError):
         if str(link.readlink()) == target:
             return
@@ -217,7 +198,6 @@ def replace_symlink(link: Path, target: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the directory's entries durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -226,13 +206,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path, mode: int, *, durable: bool = False) -> None:
-    """Create the directory and its missing parents.
-
-    Parents are also readable by root's group, like the kubelet's own directories. `durable` makes the directory
-    survive a power cut; a file in a directory that is not durable may be lost.
-
-    Raises: StateError.
-    """
+    """Create the directory and its missing parents, which root's group can also read, like the kubelet's own."""
     try:
         if not durable and path.is_dir():
             return
@@ -248,7 +222,6 @@ def make_directory(path: Path, mode: int, *, durable: bool = False) -> None:
 
 
 def sync_removals(directory: Path) -> None:
-    """Make removals from the directory survive a power cut. Raises: StateError."""
     with WRITES.writing(directory, is_whole=False):
         try:
             sync_directory(directory)
@@ -259,11 +232,7 @@ def sync_removals(directory: Path) -> None:
 
 
 def clear_abandoned(directory: Path, pattern: str = f".*{TEMPORARY_SUFFIX}") -> None:
-    """Remove temporary files that killed writers left in the directory: files that match `pattern` and are not
-    locked.
-
-    A file that cannot be removed is harmless.
-    """
+    """Remove temporary files that match `pattern` and that no writer locks. Errors are ignored."""
     with suppress(OSError):  # if the directory cannot be listed
         for path in directory.glob(pattern):
             with suppress(
@@ -282,11 +251,9 @@ def _clear(path: Path) -> None:
 
 
 stamp_of: Callable[[os.stat_result], Stamp] = attrgetter("st_ino", "st_size", "st_ctime_ns")
-"""Return the stamp from a file's status."""
 
 
 def stamp_or_none(path: Path | str) -> Stamp | None:
-    """Return the stamp of the file at `path`, following links; None if the file cannot be found."""
     try:
         return stamp_of(os.stat(path))  # noqa: PTH116
     except OSError:
@@ -296,8 +263,8 @@ def stamp_or_none(path: Path | str) -> Stamp | None:
 def is_settled(time_ns: int) -> bool:
     """Whether any later change of a file gets a different time than `time_ns`.
 
-    File times come from a coarse clock, so this is False during the clock's current tick (one second on file
-    systems that store whole seconds). A time more than a second ahead is settled: the clock was set back.
+    File times come from a coarse clock: this is False during its current tick (one second on file systems that store
+    whole seconds). A time more than a second ahead is settled: the clock was set back.
     """
     tick_ns, now = 0 if time_ns % _SECOND_NS else _SECOND_NS, time.clock_gettime_ns(_CLOCK_OF_FILES)
     # Times of newer kernels may be a few milliseconds ahead of this clock.
@@ -305,10 +272,7 @@ def is_settled(time_ns: int) -> bool:
 
 
 def set_aside(path: Path, what: str) -> Path | None:
-    """Rename an unreadable file so that a person can inspect it; returns the new path, or None if the file is gone.
-
-    Raises: StateError, which names the file as `what`.
-    """
+    """Rename an unreadable file for inspection; returns the new path, or None if the file is gone."""
     aside = path.with_name(f"{path.name.removesuffix(QUARANTINE)}{QUARANTINE}-{time.time_ns()}")
     try:
         path.rename(aside)
@@ -320,8 +284,7 @@ def set_aside(path: Path, what: str) -> Path | None:
 
 
 def open_plain(path: Path, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file, like `os.open`. Rejects links, and rejects pipes and devices without waiting for
-    them.
+    """Open a regular file, not a link, like `os.open`; never wait for a pipe or device.
 
     Raises: OSError, with an errno in UNREADABLE if the path is not a regular file.
     """
@@ -333,13 +296,13 @@ def open_plain(path: Path, flags: int, mode: int = 0o600) -> int:
 
 
 def read_plain(path: Path) -> bytes:
-    """Return the content of a regular file. Raises: OSError, like `open_plain`."""
+    """Raise OSError, like `open_plain`."""
     with open(open_plain(path, os.O_RDONLY), "rb", buffering=0) as file:
         return file.read()
 
 
 def read_or_none(path: Path) -> bytes | None:
-    """Return the content of a regular file; None if it is missing or permanently unreadable. Raises: StateError."""
+    """Return None for a missing or permanently unreadable file."""
     try:
         return read_plain(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -351,7 +314,7 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def remove_file(path: Path) -> bool:
-    """Remove a file; returns whether it existed. Raises: StateError."""
+    """Return whether the file existed."""
     with WRITES.writing(path.parent, is_whole=False):
         try:
             path.unlink()

@@ -1,5 +1,3 @@
-"""Retry delays that grow after each failure, and a rate limit."""
-
 from __future__ import annotations
 
 import math
@@ -12,9 +10,9 @@ _jitter = random.Random()  # noqa: S311  for spreading load, not for security
 
 
 class Backoff:
-    """Delays in seconds between retries: `first_s`, then doubled after each failure, up to `max_s`.
+    """Delays in seconds: `first_s`, doubled after each failure, up to `max_s`, times a random factor from `spread`.
 
-    Each delay is multiplied by a random factor from `spread`. Not thread-safe.
+    Not thread-safe.
     """
 
     def __init__(self, first_s: float, max_s: float, spread: tuple[float, float] = (0.8, 1.2)) -> None:
@@ -22,14 +20,12 @@ class Backoff:
         self._step_s = first_s
 
     def step(self) -> float:
-        """Return the next delay, without the random factor."""
         step, self._step_s = self._step_s, min(self._step_s * 2, self._max_s)
         return step
 
     def next(self, retry_after_s: float | None = None) -> float:
-        """Return the next delay, at least as long as the API server's Retry-After (`retry_after_s`).
-
-        Retry-After is randomised too; otherwise all nodes that received it would return at the same moment.
+        """Return the next delay, at least the API server's Retry-After. Both are random, so that nodes do not return
+        together.
         """
         wait_s = self.step() * _jitter.uniform(*self._spread)
         return max(wait_s, (retry_after_s or 0.0) * _jitter.uniform(1.0, 1.2))
@@ -37,9 +33,8 @@ class Backoff:
     def reset(self, lasted_s: float = math.inf) -> None:
         """Start again at the first delay, after a success.
 
-        `lasted_s` is how long a long-running success, such as a watch, lasted. If it is less than `max_s`, the
-        delay does not change: otherwise a watch that always breaks soon after its start would be reopened at the
-        shortest delay forever.
+        A success shorter than `max_s` changes nothing: a watch that always breaks at once must be reopened ever more
+        slowly.
         """
         if lasted_s >= self._max_s:
             self._step_s = self._first_s
@@ -51,8 +46,8 @@ _ROUNDING = 1e-9
 class TokenBucket:
     """A rate limiter: `burst` tokens at once, then `qps` tokens per second on average.
 
-    `acquire` is thread-safe and sleeps until a token is due. A caller that must not sleep holds its own lock
-    instead, and calls `ready_at` and then `take` with the time of a monotonic clock.
+    `acquire` is thread-safe and sleeps. A caller that must not sleep holds its own lock and calls `ready_at` and then
+    `take`.
     """
 
     def __init__(
@@ -70,7 +65,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def acquire(self, max_s: float = math.inf) -> float:
-        """Wait for a token; returns the seconds waited. Threads are served in order of arrival.
+        """Wait for a token, in order of arrival; returns the seconds waited.
 
         Raises: TimeoutError at once if the wait would exceed `max_s`.
         """
@@ -86,12 +81,11 @@ class TokenBucket:
         return wait_s
 
     def ready_at(self, now: float) -> float:
-        """Return when the next token is due."""
         tokens = self._tokens_at(now)
         return now if tokens >= 1 - _ROUNDING else now + (1 - tokens) / self._qps
 
     def take(self, now: float) -> float:
-        """Take a token, in advance if none is left; returns the seconds until the token is due."""
+        """Take a token, in advance if none is left; returns the seconds until it is due."""
         self._tokens, self._filled_at = self._tokens_at(now) - 1, now
         return max(0.0, -self._tokens / self._qps)
 

@@ -23,8 +23,6 @@ _guard = threading.Lock()
 
 @dataclass(slots=True)
 class Inherited:
-    """Descriptors that the programs of a block inherit, and those programs that survived SIGKILL (`left`)."""
-
     descriptors: list[int]
     left: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -34,10 +32,9 @@ _inherited: ContextVar[Inherited | None] = ContextVar("inherited", default=None)
 
 @contextmanager
 def inherited(descriptors: Iterable[int]) -> Iterator[Inherited]:
-    """Programs that this context starts inside the block inherit `descriptors`, in addition to those of outer
-    blocks.
+    """Let programs that this context starts inside the block inherit `descriptors` and those of outer blocks.
 
-    A lock on such a descriptor lasts until these programs have exited, even if this process is killed first.
+    A lock on such a descriptor lasts until these programs exit, even if this process is killed first.
     """
     around = _inherited.get()
     block = Inherited([*(around.descriptors if around else ()), *descriptors])
@@ -50,10 +47,9 @@ def inherited(descriptors: Iterable[int]) -> Iterator[Inherited]:
 
 
 def start_program(arguments: Sequence[str], **more: Any) -> subprocess.Popen[str]:
-    """Start a program in its own session.
+    """Start a program in its own session. Raises: OSError.
 
-    The program inherits only the descriptors of `inherited`, so it cannot keep a killed plugin's sockets or locks open.
-    `more` goes to `subprocess.Popen`. Raises: OSError.
+    It inherits only the descriptors of `inherited`, so it cannot keep a killed plugin's sockets or locks open.
     """
     block = _inherited.get()
     return subprocess.Popen(
@@ -74,13 +70,10 @@ def run_program(
     slot: str,
     text: str | None = None,
 ) -> tuple[int, str]:
-    """Run a program with `text` as its input; returns the exit code and its combined stdout and stderr.
+    """Return the exit code and the combined stdout and stderr.
 
-    A program that takes longer than `timeout_s` seconds is killed together with its children. If it survives
-    SIGKILL, for example because a GPU hangs, it is left behind, and no other program starts in the same `slot`
-    until it exits. The program inherits the descriptors of `inherited`.
-
-    Raises: OSError, TimeoutError.
+    After `timeout_s` the program and its children are killed. If it survives SIGKILL, for example because a GPU hangs,
+    no other program starts in the same `slot` until it exits. Raises: OSError, TimeoutError.
     """
     with _guard:
         stuck = _stuck.get(slot)
@@ -114,12 +107,9 @@ def run_driver_program(
     variables: Mapping[str, str] | None = None,
     text: str | None = None,
 ) -> tuple[int, str]:
-    """Run a program of the installed NVIDIA driver, like `run_program`, with `variables` added to its
-    environment.
+    """Run a program of the installed NVIDIA driver like `run_program`, in a slot of the program and `subject`.
 
-    A program that was left behind blocks only the same program for the same `subject`.
-
-    Raises: StateError; RetryableError that begins with `action` and says why the program did not start or exit.
+    Raises: StateError; RetryableError that begins with "cannot" and `action`.
     """
     programs = find()
     program = programs.path(name)
@@ -154,6 +144,5 @@ def _give_up(child: subprocess.Popen[str], slot: str) -> None:
 
 
 def _kill(child: subprocess.Popen[str]) -> None:
-    """Kill the program and its children."""
     with suppress(OSError):
         os.killpg(child.pid, signal.SIGKILL)

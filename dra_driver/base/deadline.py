@@ -31,16 +31,12 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def time_left(max_s: float) -> float:
-    """Return the seconds until the deadline, between 0 and `max_s`."""
     deadline = _deadline.get()
     return max_s if deadline is None else max(0.0, min(max_s, deadline - time.monotonic()))
 
 
 def seconds_for(what: str, max_s: float) -> float:
-    """Return how many seconds `what` may take: `max_s`, or less if the call must be answered earlier.
-
-    Raises: RetryableError if the deadline has passed.
-    """
+    """Return how many seconds `what` may take, at most `max_s`. Raises: RetryableError after the deadline."""
     deadline = _deadline.get()
     if deadline is None:
         return max_s

@@ -1,17 +1,9 @@
 """Encodes dataclasses as JSON objects, by the types of their attributes, and adds a format number to files.
 
-A release reads a range of format numbers of each kind of file. A higher number, an unknown kind of a value, or an
-unknown word where only certain words are allowed means that a newer release wrote the file. Such a file is not damaged,
-and no one renames or overwrites it, unless it only reports something or its time is over. Unknown fields are ignored,
-and lost when this release writes the file.
-
-So a release that changes a file does one of these:
-
-- it adds a field that older releases may ignore and lose;
-- it adds a kind or a word, which older releases do not read;
-- it changes anything else, and raises the format number.
-
-Errors say in one sentence what is wrong with a file.
+A higher number than a release reads, an unknown kind of value, or an unknown word where only certain words are allowed
+means that a newer release wrote the file. No one renames or overwrites such a file, unless it only reports something or
+its time is over. Unknown fields are ignored, and lost when the file is written. So a release that changes a file adds a
+field that older releases may lose, or adds a kind or a word, or raises the format number.
 """
 
 from __future__ import annotations
@@ -32,7 +24,7 @@ T = TypeVar("T")
 
 
 class NewerFormatError(StateError):
-    """A newer release wrote the file. `document` is the content of the file, as far as it is known."""
+    """A newer release wrote the file. `document` is its content, as far as it is known."""
 
     def __init__(self, message: str, document: JsonObject | None = None) -> None:
         super().__init__(message)
@@ -45,8 +37,7 @@ _SPELLED = {"uuid": "UUID", "id": "ID", "mib": "MiB"}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a field is read and written. `read` gets the field's name and its JSON value; `write` returns the
-    JSON value.
+    """How a field is read and written. `read` gets the field's name and its JSON value.
 
     `read` raises StateError, ValueError, TypeError, KeyError or AttributeError.
     """
@@ -88,10 +79,6 @@ _KINDS: Mapping[Any, Kind] = {
 
 
 def one_of(what: str, *values: str) -> Kind:
-    """Return a kind that accepts only these strings; `what` names the field in errors. Another string comes from a
-    newer release.
-    """
-
     def read(name: str, value: Any) -> Any:
         if TEXT.read(name, value) not in values:
             raise NewerFormatError(f"{what} {value!r} is unknown")
@@ -101,7 +88,6 @@ def one_of(what: str, *values: str) -> Kind:
 
 
 def or_null(kind: Kind) -> Kind:
-    """Return a kind that also accepts null (None)."""
     return Kind(
         lambda name, value: None if value is None else kind.read(name, value),
         lambda value: None if value is None else kind.write(value),
@@ -109,7 +95,6 @@ def or_null(kind: Kind) -> Kind:
 
 
 def list_of(kind: Kind) -> Kind:
-    """Return the kind of a tuple whose items are of `kind`."""
     return Kind(
         lambda name, value: tuple(kind.read(name, item) for item in value),
         lambda value: [kind.write(item) for item in value],
@@ -118,11 +103,7 @@ def list_of(kind: Kind) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a dataclass. If `name` is None, the JSON name is derived from the attribute's name.
-
-    A missing or null field has the value `default`, if a default is set. With `omits_default`, the default is
-    not written.
-    """
+    """A missing or null field has the value `default`, if set."""
 
     kind: Kind
     name: str | None
@@ -131,20 +112,17 @@ class Field:
 
 
 def required(kind: Kind, name: str | None = None) -> Field:
-    """Return a field that must be present."""
     return Field(kind, name)
 
 
 def omittable(kind: Kind, default: Any = None, name: str | None = None) -> Field:
-    """Return a field that is omitted if the attribute has its default."""
     return Field(kind, name, default, omits_default=True)
 
 
 class Codec(Generic[T]):
-    """Encodes values of `of`, a dataclass or named tuple, as JSON objects.
+    """Encodes values of `of`, a dataclass or named tuple, as JSON objects, without attributes that equal their default.
 
-    Each attribute is encoded by its type, and omitted if it equals its default. `given` replaces the field of an
-    attribute; None means that the caller stores the attribute elsewhere.
+    `given` replaces the field of an attribute; None means that the caller stores the attribute elsewhere.
     """
 
     def __init__(self, of: type[T], **given: Field | None) -> None:
@@ -157,7 +135,6 @@ class Codec(Generic[T]):
         self.kind = Kind(lambda _name, value: self.decode(value), self.encode)
 
     def encode(self, value: T) -> JsonObject:
-        """Return the JSON object of a value."""
         entry: JsonObject = {}
         for attribute, name, field in self._fields:
             content = getattr(value, attribute)
@@ -166,9 +143,6 @@ class Codec(Generic[T]):
         return entry
 
     def decode(self, entry: JsonObject, **others: Any) -> T:
-        """Return the value of a JSON object. `others` are the attributes that are stored elsewhere.
-
-        Raises: the errors of `Kind.read`."""
         for attribute, name, field in self._fields:
             content = entry[name] if field.default is _NEEDED else entry.get(name)
             is_default = content is None and field.default is not _NEEDED
@@ -177,7 +151,7 @@ class Codec(Generic[T]):
 
 
 class Tagged(Generic[T]):
-    """Encodes values of several dataclasses, distinguished by the field `kind`. `what` names a value in errors."""
+    """Encodes values of several dataclasses, distinguished by the field `kind`."""
 
     def __init__(self, what: str, **codecs: Codec[Any]) -> None:
         self._what = what
@@ -186,14 +160,10 @@ class Tagged(Generic[T]):
         self.kind = Kind(lambda _name, value: self.decode(value), self.encode)
 
     def encode(self, value: T) -> JsonObject:
-        """Return the JSON object of a value, including its kind."""
         tag = self._tags[type(value)]
         return {"kind": tag, **self._codecs[tag].encode(value)}
 
     def decode(self, entry: JsonObject) -> T:
-        """Return the value of a JSON object. Raises: the errors of `Kind.read`; NewerFormatError if the kind is
-        unknown.
-        """
         tag = TEXT.read("kind", entry["kind"])
         if tag not in self._codecs:
             raise NewerFormatError(f"{self._what} {tag!r} is unknown")
@@ -228,7 +198,6 @@ def _fields_of(of: type[Any], given: Mapping[str, Field | None]) -> dict[str, Fi
 
 
 def _kind_of(hint: Any, name: str) -> Kind:
-    """Return the kind for a type. Raises: TypeError if a type has no kind; pass a Field to its codec instead."""
     origin, arguments = get_origin(hint), [one for one in get_args(hint) if one is not type(None)]
     if hint in _KINDS:
         return _KINDS[hint]
@@ -256,10 +225,10 @@ _RELEASE = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+-]{0,39}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class FileFormat(Generic[T]):
-    """A kind of JSON file. `what` names a file in errors; `encode` and `decode` translate its content.
+    """A kind of JSON file. `what` names a file in errors.
 
-    This release writes the format number `number`, and reads the numbers from `oldest` on. `decode` gets the whole
-    document, with its number in the field `version`, and raises the errors of `Kind.read`.
+    This release writes the format number `number`, and reads the numbers from `oldest` on. `decode` raises the errors
+    of `Kind.read`.
     """
 
     what: str
@@ -269,15 +238,11 @@ class FileFormat(Generic[T]):
     oldest: int = 1
 
     def write(self, value: T) -> bytes:
-        """Return the content of a file. Equal values have equal contents.
-
-        The field `release` tells the user of an older release what to install.
-        """
+        """Return the same content for equal values."""
         document = {"version": self.number, "release": __version__, **self.encode(value)}
         return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
     def read(self, content: bytes) -> T:
-        """Return the value in a file. Raises: NewerFormatError; StateError, which says what is wrong with the file."""
         try:
             document = json.loads(content)
             if not isinstance(document, dict):
@@ -293,7 +258,6 @@ class FileFormat(Generic[T]):
             raise StateError(f"not a {self.what}: {error}") from error
 
     def _check(self, number: object) -> None:
-        """Raise NewerFormatError, StateError."""
         if type(number) is not int or number < self.oldest:
             raise StateError(f"format version {number!r} is unknown")
         if number > self.number:

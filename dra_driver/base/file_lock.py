@@ -1,7 +1,7 @@
-"""A lock that excludes other threads of this process and other processes, through a file.
+"""A lock that excludes other threads and processes, through a file. File errors are raised as StateError.
 
-It uses open-file-description locks, which belong to the descriptor, so a crash releases them. Kubernetes' helper
-for DRA drivers uses such locks too, and `flock` would not exclude that helper.
+A crash releases these open-file-description locks. Kubernetes' helper for DRA drivers uses them too; `flock` would not
+exclude it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LockBusyError(RetryableError):
 
 
 def byte_lock(offset: int, kind: int = fcntl.F_WRLCK) -> bytes:
-    """Return the lock on one byte, which may lie past the end of the file; F_UNLCK releases it."""
+    """Return the lock on one byte, which may lie past the end of the file."""
     return struct.pack(LOCK_LAYOUT, kind, os.SEEK_SET, offset, 1, 0)
 
 
@@ -40,12 +40,11 @@ def hold_file(
     busy: str,
     lock: bytes = WHOLE_FILE_WRITE_LOCK,
 ) -> Iterator[int]:
-    """Hold the lock; yields the file's descriptor, open for reading and writing.
+    """Hold the lock; yields the file's descriptor.
 
-    The file is created if it is missing, and must never be removed: a lock on a removed file excludes no other
-    process.
+    The file must never be removed: a lock on a removed file excludes no other process.
 
-    Raises: LockBusyError with the text `busy`, if `deadline` (time.monotonic()) passes; StateError.
+    Raises: LockBusyError with the text `busy`, if `deadline` (time.monotonic()) passes.
     """
     descriptor = _open(path)
     try:
@@ -78,11 +77,10 @@ def _lock(descriptor: int, path: Path, deadline: float, busy: str, lock: bytes) 
 
 
 def is_locked(path: Path, lock: bytes = WHOLE_FILE_WRITE_LOCK, own: int | None = None) -> bool:
-    """Whether a conflicting lock exists. The check does not take the lock, because other processes would notice.
+    """Whether a conflicting lock exists, without taking the lock, because other processes would notice.
 
-    A lock held through the descriptor `own` is ignored. Returns False if `path` is missing or not a regular file.
-
-    Raises: StateError."""
+    A lock held through the descriptor `own` is ignored.
+    """
     try:
         descriptor = open_plain(path, os.O_RDONLY) if own is None else os.dup(own)
     except OSError as error:
@@ -98,11 +96,7 @@ def is_locked(path: Path, lock: bytes = WHOLE_FILE_WRITE_LOCK, own: int | None =
 
 
 class UseMark:
-    """A lock on one byte of a file. Every process that uses a resource holds the lock, so that other processes
-    see that the resource is in use.
-
-    A crash releases the lock. Not thread-safe.
-    """
+    """A lock on one byte of a file that every process holds while it uses a resource. Not thread-safe."""
 
     def __init__(self, path: Path, byte: int = 0) -> None:
         self._path = path
@@ -111,7 +105,6 @@ class UseMark:
         self.descriptor: int | None = None
 
     def hold(self) -> None:
-        """Hold the mark; does nothing if this object already holds it. Raises: StateError."""
         if self.descriptor is not None:
             return
         descriptor = _open(self._path)
@@ -123,11 +116,10 @@ class UseMark:
         self.descriptor = descriptor
 
     def release(self) -> None:
-        """Release the mark."""
         descriptor, self.descriptor = self.descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
     def is_held(self) -> bool:
-        """Whether anyone other than this object holds the mark. Raises: StateError."""
+        """Whether anyone other than this object holds the mark."""
         return is_locked(self._path, byte_lock(self._byte), self.descriptor)

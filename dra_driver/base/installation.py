@@ -1,7 +1,6 @@
 """Commands in remedies, for users who installed the Helm chart.
 
-The chart sets the release and the namespace in the environment of its pods. Outside a pod, the commands use the
-names in docs/install.md.
+The chart sets the release and the namespace in its pods. Outside a pod, the names of docs/install.md apply.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import re
 
 _OWN_COMMAND = re.compile(r"`(?=gpu-dra-driver )")
 _CHART = "daemonset/chart"
-"""The path that docs/install.md uses."""
 
 
 def helm_set(setting: str) -> str:
@@ -24,12 +22,10 @@ def helm_set(setting: str) -> str:
 
 
 def apply_again() -> str:
-    """Return the command that restores the chart's objects after someone changed or deleted them."""
     return f"`helm get manifest {_release()} | kubectl apply -f -` as an administrator"
 
 
 def logs() -> str:
-    """Return a remedy that names the command for the plugin's log."""
     return f"`kubectl -n {_namespace()} logs -l app.kubernetes.io/component=node --tail=50` shows more"
 
 

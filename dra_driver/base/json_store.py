@@ -1,8 +1,4 @@
-"""JSON files of one kind in a directory, kept in memory by the process that writes them.
-
-A store may skip syncing files whose content is only valid until the next boot. A power cut may damage such
-files; the first start after a boot removes the damaged ones.
-"""
+"""JSON files of one kind in a directory, kept in memory by the process that writes them."""
 
 from __future__ import annotations
 
@@ -42,9 +38,7 @@ _SUFFIX = ".json"
 
 
 class FileInPlace(NamedTuple):
-    """An unreadable file that still has its name. `newer` is the error if a newer release wrote the file; `since` is
-    when the file was last changed, in seconds since 1970.
-    """
+    """An unreadable file that still has its name, and its last change in seconds since 1970."""
 
     since: int
     newer: NewerFormatError | None
@@ -52,10 +46,8 @@ class FileInPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnreadableFile:
-    """A file that this release cannot read. Each file is reported once.
-
-    `name` is the file name without its suffix. `kept_as` is the file's current path: a new name, or the old one
-    if a newer release wrote the file, the disk refused the rename, or the store is read-only.
+    """`kept_as` is the file's current path: a new name, or the old one if a newer release wrote the file, the disk
+    refused the rename, or the store is read-only.
     """
 
     name: str
@@ -67,11 +59,6 @@ class UnreadableFile:
 def log_unreadable(
     *, unreadable_event: str, name: str, remedy: str, newer: str | None = None
 ) -> Callable[[UnreadableFile], None]:
-    """Return a function that logs an unreadable file as `unreadable_event`, with its name in the field `name`.
-
-    The logged remedy is `newer` if only a newer release can read the file, and `remedy` otherwise.
-    """
-
     def log(found: UnreadableFile) -> None:
         _log.error(
             unreadable_event,
@@ -86,20 +73,17 @@ def log_unreadable(
 
 @dataclass(eq=False)
 class JsonStore(Generic[T]):
-    """A directory with one value per file, keyed by file name without suffix. Thread-safe.
+    """A directory with one value per file, keyed by file name without suffix. Thread-safe. Methods raise StateError.
 
-    `load` reads all files into memory. From then on, no other process writes them: a write changes the file, then
-    memory, and nothing reads the disk, except that an unreadable file in place is read again when its value is needed.
-    What is changed by hand is noticed by the next `load`. An unreadable file is renamed and reported once, or left in
-    place if the disk refuses; the other files are still served. A file written by a newer release has no value and is
-    never overwritten.
+    `load` reads all files into memory. From then on no other process writes them: a write changes the file, then
+    memory, and only an unreadable file in place is read again when its value is needed. An unreadable file is renamed
+    and reported once, or left in place if the disk refuses. A newer release's file has no value and is never
+    overwritten.
 
-    Without `load`, as in a command or for the files of another program, each call reads the disk, and no file is
-    renamed.
+    Without `load`, as in a command or for the files of another program, each call reads the disk and renames nothing.
 
-    `what` names a file in errors. `encode` returns a file's content, and `decode` the value from a file's name and
-    content; it raises NewerFormatError, or StateError that says what is wrong. Files whose name `is_name` rejects are
-    ignored. `having` finds values by their `keys`. Only one thread at a time writes or removes a value.
+    `decode` raises NewerFormatError or StateError. Files whose name `is_name` rejects are ignored. `having` finds
+    values by their `keys`. Only one thread at a time writes or removes a value.
     """
 
     directory: Path
@@ -118,7 +102,6 @@ class JsonStore(Generic[T]):
         self._in_place: dict[str, FileInPlace] = {}
         self._aside: list[Path] = []
         self._reported: set[tuple[str, str]] = set()
-        """The names and reasons of unreadable files in place that were reported."""
         self._lock = threading.RLock()
         self._is_closed = False
 
@@ -127,7 +110,6 @@ class JsonStore(Generic[T]):
         self._is_closed = True
 
     def path(self, name: str) -> Path:
-        """Return the path of the value's file. Raises: StateError if `is_name` rejects the name, or after `close`."""
         self._refuse(name)
         return self.directory / f"{name}{_SUFFIX}"
 
@@ -140,14 +122,12 @@ class JsonStore(Generic[T]):
             raise StateError(f"{name!r} is not a valid file name, so the {self.what} is rejected")
 
     def load(self) -> None:
-        """Read all files into memory, also if they were read before. Raises: StateError."""
         with self._lock:
             self._is_loaded = False
             self._read_all(renames=True)
             self._is_loaded = True
 
     def get(self, name: str) -> T | None:
-        """Return the value; None if it is missing or unreadable. Raises: StateError."""
         self._refuse(name)
         with self._lock:
             if not self._is_loaded or name in self._in_place:
@@ -155,7 +135,6 @@ class JsonStore(Generic[T]):
             return self._values.get(name)
 
     def all(self) -> dict[str, T]:
-        """Return every readable value by name. Raises: StateError if the directory cannot be listed."""
         with self._lock:
             self._refuse()
             if not self._is_loaded:
@@ -163,7 +142,6 @@ class JsonStore(Generic[T]):
             return self._values.copy()
 
     def having(self, keys: Iterable[str]) -> dict[str, T]:
-        """Return the readable values with one of these keys, by name. Raises: StateError, like `all`."""
         with self._lock:
             self._refuse()
             if not self._is_loaded:
@@ -171,16 +149,14 @@ class JsonStore(Generic[T]):
             return {name: value for key in sorted(keys) for name, value in self._by_key.get(key, {}).items()}
 
     def quarantined(self) -> list[Path]:
-        """Return the unreadable files, renamed or still in place, as far as they were read. Reads no disk."""
+        """Return the known unreadable files, renamed or in place. Reads no disk."""
         with self._lock:
             return sorted([*self._aside, *map(self.path, self._in_place)])
 
     def in_place(self) -> Mapping[str, FileInPlace]:
-        """Return the unreadable files of `quarantined` that still have their names, by name."""
         return self._in_place.copy()
 
     def newer(self) -> Mapping[str, FileInPlace]:
-        """Return the files that a newer release wrote, like `in_place`."""
         return {name: found for name, found in self.in_place().items() if found.newer is not None}
 
     def problems(self) -> Sequence[NodeProblem]:
@@ -193,10 +169,7 @@ class JsonStore(Generic[T]):
         return [NodeProblem("newer-files", text, f"{self.directory}/{self.what}")]
 
     def write(self, name: str, value: T, *, durable: bool, whole: bool) -> None:
-        """Replace the value's file, like `write_atomically`, then the value.
-
-        Raises: StateError, also if a newer release wrote the file, and the file is still there.
-        """
+        """Replace the value's file, then the value."""
         path = self.path(name)
         with self._lock:
             self.get(name)
@@ -213,10 +186,7 @@ class JsonStore(Generic[T]):
             self._set(name, value)
 
     def remove(self, name: str, *, durable: bool) -> bool:
-        """Remove the value and its file, whatever its content; returns whether the file existed.
-
-        `durable` makes the removal survive a power cut. Raises: StateError.
-        """
+        """Remove the value and its file, whatever its content; returns whether the file existed."""
         was_there = remove_file(self.path(name))
         with self._lock:
             self._set(name, None)
@@ -293,13 +263,9 @@ _MARKER = ".boot"
 
 
 def open_directory(directory: Path, boot_id: str, torn: Callable[[str], None]) -> None:
-    """Create the directory of a store durably. Remove files that are not valid JSON, and call `torn` with their names
-    without the suffix: a power cut may have damaged unsynced files.
+    """Create the directory of a store durably. Remove files that are not valid JSON, and call `torn` with their names.
 
-    Files are removed once per boot, before anything is written. Later in the boot, a damaged file stays, because no
-    power cut can have damaged it.
-
-    Raises: StateError.
+    A power cut may have damaged unsynced files, so this happens once per boot, before anything is written.
     """
     make_directory(directory, 0o700, durable=True)
     marker = directory / _MARKER
@@ -322,7 +288,6 @@ def _clear_torn(directory: Path, torn: Callable[[str], None]) -> None:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether the file is not valid JSON. Raises: OSError, RecursionError."""
     try:
         json.loads(read_plain(path))
     except ValueError:

@@ -25,15 +25,13 @@ _AFTER_CRASH_S = 10.0
 
 _MAX_SPARE = 2
 _spare: list[SimpleQueue[tuple[str, Callable[[], object]]]] = []
-"""The queue of each thread that waits for work."""
 
 
 def start_thread(name: str, work: Callable[[], object]) -> None:
-    """Run `work` in a daemon thread of its own and in a new context, as a thread named `name`.
+    """Run `work` in a daemon thread named `name` and in a new context.
 
-    The start and the end of a thread cost up to half a millisecond, so two threads stay and take the next work.
-
-    Raises: RuntimeError, MemoryError if no thread can start.
+    Two idle threads are kept, because starting and ending a thread costs up to half a millisecond. Raises:
+    RuntimeError, MemoryError.
     """
     try:
         queue = _spare.pop()
@@ -64,11 +62,9 @@ class NotAnsweredError(RetryableError):
 
 
 def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
-    """Call `read` in a new thread, with a copy of the caller's context, and return its result.
+    """Return the result of `read`, called in a new thread with a copy of the caller's context.
 
-    A call that hangs is left behind in its thread.
-
-    Raises: the errors of `read`; NotAnsweredError, whose message begins with `what`, after `wait_s` seconds.
+    Raises: the errors of `read`; NotAnsweredError after `wait_s`: the hanging call is left behind.
     """
     answer: Future[T] = Future()
 
@@ -86,11 +82,7 @@ def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
 
 
 class BoundedCall(Generic[T]):
-    """Calls `read` in background threads, one call at a time. A call that hangs is left behind when the process
-    exits.
-
-    Error messages begin with `what`, except those of `read`. Not thread-safe.
-    """
+    """Calls `read` in background threads, one call at a time. Not thread-safe."""
 
     def __init__(self, what: str, read: Callable[[], T]) -> None:
         self._what = what
@@ -101,11 +93,9 @@ class BoundedCall(Generic[T]):
 
     @property
     def is_running(self) -> bool:
-        """Whether a call is in progress."""
         return self._ended is not None and not self._ended.is_set()
 
     def start(self) -> None:
-        """Start a call, unless one is in progress."""
         if not self.is_running:
             ended = threading.Event()
             try:
@@ -115,7 +105,7 @@ class BoundedCall(Generic[T]):
                 self._value, self._problem = None, f"{self._what} could not be queried: {error}"
 
     def result(self, wait_s: float) -> tuple[T | None, str | None]:
-        """Wait up to `wait_s` seconds; returns the last result (None after a failure), and the error, if any.
+        """Return the last result (None after a failure), and the error, after at most `wait_s`.
 
         If a call takes longer, this returns the result of the previous call.
         """
@@ -139,15 +129,13 @@ class BoundedCall(Generic[T]):
 
 
 class BackgroundWorker:
-    """Calls `work` repeatedly in a daemon thread named `name`, from `start` until `stop`.
+    """Calls `work` repeatedly in a daemon thread, from `start` until `stop`.
 
-    `work` returns the seconds to pause before the next call; math.inf pauses until `wake`. `wake` during the
-    work cancels the next pause. An exception is a bug: it is logged with its traceback, and `on_crash` returns
-    the pause.
+    `work` returns the seconds to pause before the next call; math.inf pauses until `wake`. After an exception,
+    `on_crash` returns the pause.
     """
 
     join_s = 5.0
-    """How many seconds `stop` waits."""
 
     def __init__(
         self,
@@ -165,11 +153,9 @@ class BackgroundWorker:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether `stop` was called; long-running work should then return early."""
         return self._stopping.is_set()
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
@@ -182,20 +168,15 @@ class BackgroundWorker:
         return self._stopping.wait(seconds)
 
     def stop(self) -> bool:
-        """Make no more calls, and wait up to `join_s` seconds for a call in progress.
-
-        Returns False if that call is still in progress.
-        """
+        """Make no more calls; return whether a call in progress has ended within `join_s`."""
         self.retire()
         return self.wait_ended(self.join_s)
 
     def retire(self) -> None:
-        """Make no more calls, without waiting for a call in progress."""
         self._stopping.set()
         self.wake()
 
     def wait_ended(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` seconds; returns whether no call is in progress."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(wait_s)
         return not self._thread.is_alive()
@@ -220,12 +201,9 @@ def run_in_parallel(
 ) -> list[Future[T]]:
     """Run the tasks in the caller's context, `max_threads` at a time; returns one future per task, in order.
 
-    Without `wait_s`, all futures are done when this returns. With `wait_s`, this returns after at most `wait_s`
-    seconds: a task that hangs is left behind in its thread, and the future of a task that has not started is
-    cancelled.
-
-    If a thread cannot start, fewer threads do the work. Without `wait_s`, the caller's thread runs tasks too. With
-    `wait_s`, it runs none, so no task runs if no thread starts.
+    Without `wait_s`, the caller's thread runs tasks too, and all futures are done on return. With `wait_s`, a task that
+    hangs is left behind, the futures of tasks that have not started are cancelled, and no task runs if no thread can
+    start.
     """
     futures: list[Future[T]] = [Future() for _ in tasks]
     waiting = list(zip(tasks, futures, strict=True))

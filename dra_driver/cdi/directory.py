@@ -1,4 +1,4 @@
-"""The directory of the CDI specs of prepared claims. The container runtime watches it."""
+"""The directory of the CDI specs of prepared claims."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from dra_driver.model.ids import is_uid
 from dra_driver.model.schema import YAML_ERRORS
 
 _SUFFIX = ".yaml"
-"""NVIDIA's DRA driver uses this suffix, and monitoring agents open the file by its full name. The content is
-JSON, which is valid YAML.
-"""
+"""As in NVIDIA's DRA driver: monitoring agents open the file by its full name. The content is JSON."""
 _FILE_MODE = 0o644
 _DIRECTORY_MODE = 0o755
 
 
 class CdiDirectory:
-    """One spec file per claim. Container runtimes notice each write, because it is a rename inside the directory."""
+    """One spec file per claim. The methods raise StateError.
+
+    Container runtimes notice each write, because it is a rename inside the directory.
+    """
 
     def __init__(self, path: str | Path, driver_name: str) -> None:
         self._path = Path(path)
@@ -41,20 +42,14 @@ class CdiDirectory:
         self._common: tuple[Any, bytes] | None = None
 
     def create(self) -> None:
-        """Create the directory if it is missing. Raises: StateError."""
         make_directory(self._path, _DIRECTORY_MODE)
 
     def file(self, claim_uid: str) -> Path:
-        """Return the path of the claim's spec file. Raises: ClaimRefusedError if the UID cannot be part of a
-        file name.
-        """
+        """Return the claim's file. Raises: ClaimRefusedError if the UID cannot be part of a file name."""
         return self._path / f"{file_stem(self._driver_name, claim_uid)}{_SUFFIX}"
 
     def write(self, claim_uid: str, spec: dict[str, Any]) -> bool:
-        """Write the claim's spec file, unless it already has this content; returns whether it was written.
-
-        Raises: StateError.
-        """
+        """Write the claim's spec file, unless it already has this content; returns whether it was written."""
         file = self.file(claim_uid)
         common = self._common
         if COMMON in spec and (common is None or common[0] != spec[COMMON]):
@@ -63,16 +58,16 @@ class CdiDirectory:
         if read_or_none(file) == content:
             return False
         make_directory(self._path, _DIRECTORY_MODE)
-        # Not synced, because every Prepare checks the file.
+        # The directory is not synced: a power cut may take the file, and every Prepare checks it.
         write_atomically(file, content, mode=_FILE_MODE, durable=False)
         return True
 
     def read(self, claim_uid: str) -> dict[str, Any] | None:
-        """Return the claim's spec; None if it is missing or not a JSON object. Raises: StateError."""
+        """Return the claim's spec; None if it is missing or not a JSON object."""
         return _decoded(read_or_none(self.file(claim_uid)))
 
     def remove(self, claim_uid: str) -> bool:
-        """Remove the claim's spec durably; returns whether it existed. Raises: StateError."""
+        """Remove the spec durably; returns whether it existed."""
         was_there = remove_file(self.file(claim_uid))
         if was_there:
             # Synced: a spec that reappeared after a power cut would have no record, and would stay forever.
@@ -80,7 +75,7 @@ class CdiDirectory:
         return was_there
 
     def uids(self) -> frozenset[str]:
-        """Return the UIDs of the claims that have a spec file, valid or not. Raises: StateError."""
+        """Return the UIDs of all specs, valid or not."""
         try:
             files = os.listdir(self._path)  # noqa: PTH208  a thousand Path objects cost milliseconds
         except FileNotFoundError:
@@ -93,16 +88,14 @@ class CdiDirectory:
         return frozenset(filter(is_uid, uids))
 
     def devices(self, claim_uid: str) -> tuple[str, ...]:
-        """Return the device names in a claim's spec; empty if the spec is invalid. Raises: StateError."""
         return _device_names(claim_uid, read_or_none(self.file(claim_uid)))
 
     def list(self) -> dict[str, tuple[str, ...]]:
-        """Return the device names in each spec, by claim UID. Raises: StateError."""
         return {uid: self.devices(uid) for uid in sorted(self.uids())}
 
 
 def temporary_files(plugin_dir: Path, cdi_root: Path, driver_name: str) -> Sequence[tuple[Path, str]]:
-    """Return the directories where a killed plugin may leave temporary files, each with the files' glob pattern."""
+    """Return directories where a killed plugin may leave temporary files, each with a glob pattern."""
     ours, specs = (
         ("", "*/", "mps/*/", f"{METADATA}/*/*/"),
         (_prefix(driver_name), cdi_file_prefix(driver_name)),
@@ -137,9 +130,7 @@ def _decoded_yaml(content: bytes) -> Any:
 
 
 def _device_names(claim_uid: str, content: bytes | None) -> tuple[str, ...]:
-    """Return the device names in a spec. The spec may come from NVIDIA's DRA driver, which uses the same file names
-    but writes YAML.
-    """
+    """Read also specs of NVIDIA's DRA driver, which uses the same file names but writes YAML."""
     if content is None:
         return ()
     spec = _decoded(content) or _decoded_yaml(content)

@@ -1,11 +1,9 @@
-"""Metadata files that describe a container's devices, the CDI specs that mount them, and the step that writes
-them.
+"""Files that describe a container's devices, the CDI specs that mount them, and the step that writes them.
 
     <plugin directory>/dra-device-metadata/<namespace>_<claim>/<request>/metadata.json
     <CDI directory>/<driver>_metadata_<claim UID>_<request>.json
 
-A directory is named after its claim, and a claim may be deleted and created again with the same name. Therefore
-the claim UID in each file decides which claim owns the file.
+A claim may be deleted and created again with the same name, so the claim UID in a file decides which claim owns it.
 """
 
 from __future__ import annotations
@@ -60,10 +58,10 @@ _ABANDONED_AFTER_S = 60.0
 
 
 class MetadataFiles:
-    """Writes and removes metadata files and their CDI specs. Each write is a rename.
+    """The methods raise StateError, and ClaimRefusedError if a name cannot be part of a path.
 
-    Writes are not synced, because every Prepare checks the files. Removals are synced, because a file that
-    reappeared after a power cut would stay forever.
+    Writes are not synced, because every Prepare checks the files. Removals are synced, because a file that reappeared
+    after a power cut would stay forever.
     """
 
     def __init__(self, plugin_directory: str | Path, cdi_root: str | Path, driver_name: str) -> None:
@@ -72,10 +70,7 @@ class MetadataFiles:
         self._driver_name = driver_name
 
     def create(self) -> None:
-        """Remove directories that a power cut left empty. New directories are created with their first file.
-
-        Raises: StateError.
-        """
+        """Remove directories that a power cut left empty."""
         for claim in _entries(self._directory):
             # Check all directories first: removing a request's directory changes the time of the claim's directory.
             abandoned = [path for path in (*_readable_entries(claim), claim) if _is_abandoned(path)]
@@ -85,16 +80,13 @@ class MetadataFiles:
                     directory.rmdir()
 
     def file(self, claim: AllocatedClaim, request: str) -> Path:
-        """Return the path of a request's file. Raises: ClaimRefusedError if a name cannot be part of a path."""
         check_names(claim)
         return self._directory / directory_name(claim.ref) / request / _FILE
 
     def write(self, claim: AllocatedClaim, request: str, encode: Callable[[int], bytes]) -> None:
-        """Write the request's file, and the CDI spec that mounts it. `encode` returns the file's content for a
-        generation number.
+        """Write the request's file, and the CDI spec that mounts it.
 
-        The generation starts at 1 and grows with each change of the content. Raises: StateError,
-        ClaimRefusedError.
+        `encode` returns the content for a generation, which starts at 1 and grows with each change.
         """
         file = self.file(claim, request)
         content = read_or_none(file)
@@ -106,7 +98,6 @@ class MetadataFiles:
         self._write_spec(claim, request, file)
 
     def in_place(self, claim: AllocatedClaim) -> bool:
-        """Whether each request has its file and its CDI spec. Raises: StateError, ClaimRefusedError."""
         return all(
             read_or_none(self.file(claim, request)) is not None
             and read_or_none(self._spec(claim.ref.uid, request)) is not None
@@ -114,7 +105,6 @@ class MetadataFiles:
         )
 
     def remove(self, ref: ClaimRef) -> None:
-        """Remove the claim's files and CDI specs, if any. Raises: StateError, ClaimRefusedError."""
         check_ref(ref)
         self._remove_specs(ref.uid)
         directory = self._directory / directory_name(ref)
@@ -136,7 +126,7 @@ class MetadataFiles:
         return self._cdi / cdi_file(self._driver_name, checked_claim_uid(claim_uid), request)
 
     def _remove_specs(self, claim_uid: str) -> None:
-        """Remove the specs of the claim. Their file names end with the request, which contains no underscore."""
+        """Remove specs, whose names end with the request, which contains no underscore."""
         prefix = f"{cdi_file_prefix(self._driver_name)}{claim_uid}"
         found = [
             path
@@ -150,7 +140,6 @@ class MetadataFiles:
 
 
 def _entries(directory: Path, prefix: str = "") -> list[Path]:
-    """Return the entries whose names begin with `prefix`, sorted by name. Raises: StateError."""
     try:
         names = os.listdir(directory)  # noqa: PTH208  a thousand Path objects cost milliseconds
         return [directory / name for name in sorted(names) if name.startswith(prefix)]
@@ -161,7 +150,7 @@ def _entries(directory: Path, prefix: str = "") -> list[Path]:
 
 
 def _readable_entries(directory: Path) -> list[Path]:
-    """Like `_entries`, but empty if the disk fails, so that the plugin can still serve other claims."""
+    """Return no entries if the disk fails, so that the plugin can still serve other claims."""
     try:
         return _entries(directory)
     except StateError:
@@ -169,14 +158,12 @@ def _readable_entries(directory: Path) -> list[Path]:
 
 
 def _owner(request: Path) -> str | None:
-    """Return the claim UID in the metadata file of a request's directory; None if the file is not valid."""
     content = read_or_none(request / _FILE)
     owned = None if content is None else owner_and_generation(content)
     return None if owned is None else owned[0]
 
 
 def _remove_request(directory: Path) -> None:
-    """Remove a request's directory and its content. Raises: StateError."""
     try:
         shutil.rmtree(directory)
     except FileNotFoundError:
@@ -186,7 +173,6 @@ def _remove_request(directory: Path) -> None:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    """Remove the directory durably if it is empty."""
     try:
         directory.rmdir()
     except (FileNotFoundError, NotADirectoryError):
@@ -209,19 +195,14 @@ def _is_abandoned(directory: Path) -> bool:
 
 @dataclass(eq=False)
 class MetadataSteps:
-    """Does and undoes `WriteDeviceMetadata`. The step runs after the steps that create devices, because the
-    metadata contains the devices' UUIDs.
-    """
+    """This step runs after those that create devices, because the metadata contains UUIDs."""
 
     files: MetadataFiles
     discovery: Discovery
     ledger: Ledger | None
 
     def do(self, step: WriteDeviceMetadata, plan: Plan) -> None:
-        """Write a file for each request.
-
-        Raises: StateError, ClaimRefusedError; NvmlUnavailableError if the node's devices are unknown.
-        """
+        """Write a file for each request. Raises: NvmlUnavailableError if the node's devices are unknown."""
         by_request = self._described(plan)
         for request in requests_of(plan.claim):
             self._write(plan.claim, request, by_request[request], step.versions)
@@ -247,11 +228,7 @@ class MetadataSteps:
         return by_request
 
     def undo(self, step: WriteDeviceMetadata, ref: ClaimRef) -> None:
-        """Remove the claim's files; running containers keep the mounted files. Raises: StateError,
-        ClaimRefusedError.
-        """
         self.files.remove(ref)
 
     def in_place(self, step: WriteDeviceMetadata, record: ClaimRecord) -> bool:
-        """Whether all files and CDI specs of the claim exist."""
         return self.files.in_place(record.claim)

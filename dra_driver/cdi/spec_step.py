@@ -1,4 +1,4 @@
-"""The step that writes a claim's CDI spec, and the host's extra devices in that spec."""
+"""The step that writes a claim's CDI spec, and the host's extra devices in it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ _log = structlog.get_logger(__name__)
 
 
 class ExtraDeviceFinder:
-    """Finds extra devices on the host, for plans that need any.
+    """Changes nothing on the host.
 
-    It looks for IMEX channels before the first step, and again when the spec is built. It changes nothing on the
-    host, so there is nothing to undo; after a crash, the next Prepare writes the spec again.
+    It looks for IMEX channels before the first step, and again when the spec is built.
     """
 
     def __init__(
@@ -57,21 +56,16 @@ class ExtraDeviceFinder:
         self._reported: set[HostDevice] = set()
 
     def check(self, plan: Plan) -> None:
-        """Check the plan's IMEX channels. Raises: RetryableError if the claim needs channels, but the NVIDIA
-        driver has none.
-        """
+        """Raise RetryableError if the claim needs IMEX channels, but the NVIDIA driver has none."""
         channels = channels_of(plan)
         if channels is not None:
             self._channels.nodes(channels)
 
     def refuse_unready_imex(self, timeout_s: float) -> None:
-        """Raise RetryableError unless the host's nvidia-imex reports within `timeout_s` seconds that it is
-        ready.
-        """
+        """Raise RetryableError unless nvidia-imex reports within `timeout_s` seconds that it is ready."""
         self._daemon.refuse_unready(timeout_s)
 
     def with_extra_devices(self, device: CdiDevice, planned: PlannedDevice) -> CdiDevice:
-        """Return the device with the nodes and mounts of its extra devices. Logs extra devices that are missing."""
         for kind in planned.host_devices:
             found = self._finder.find(kind)
             self._report(kind, is_there=bool(found.nodes))
@@ -79,16 +73,13 @@ class ExtraDeviceFinder:
         return device
 
     def channel_nodes(self, plan: Plan) -> tuple[HostNode, ...]:
-        """Return the nodes of the plan's IMEX channels; empty if the plan has none. Raises: RetryableError if the
-        NVIDIA driver has no channels.
-        """
+        """Return the nodes of the plan's IMEX channels. Raises: RetryableError if the NVIDIA driver has none."""
         channels = channels_of(plan)
         if channels is None:
             return ()
         return tuple(HostNode(node, node.path) for node in self._channels.nodes(channels))
 
     def _report(self, kind: HostDevice, *, is_there: bool) -> None:
-        """Log a missing extra device, once until it appears."""
         with self._lock:
             if is_there:
                 self._reported.discard(kind)
@@ -100,12 +91,11 @@ class ExtraDeviceFinder:
 
 
 def channels_of(plan: Plan) -> ImexChannels | None:
-    """Return the IMEX channels of a plan. All its devices that have channels have the same ones."""
+    """Return the IMEX channels of a plan, the same for all its devices that have any."""
     return next((planned.imex for planned in plan.devices if planned.imex is not None), None)
 
 
 def with_host_devices(device: CdiDevice, nodes: Sequence[HostNode], mounts: Sequence[CdiMount]) -> CdiDevice:
-    """Return the device with the mounts added, and with the nodes that it does not have yet."""
     here = {node.node.path for node in (*device.nodes, *device.drm)}
     return replace(
         device,
@@ -115,7 +105,6 @@ def with_host_devices(device: CdiDevice, nodes: Sequence[HostNode], mounts: Sequ
 
 
 def note(kind: HostDevice) -> str:
-    """Return the note about an extra device that the configuration gives to claims, but the node lacks."""
     paths = HOST_DEVICE_NODES[kind][-1:] if kind == "nvswitch" else HOST_DEVICE_NODES[kind]
     missing, remedy = " and no ".join(paths), HOST_DEVICE_REMEDIES[kind]
     return f"hostDevices {kind} is configured, but this node has no {missing}; {remedy}"
@@ -123,11 +112,8 @@ def note(kind: HostDevice) -> str:
 
 @dataclass(eq=False)
 class CdiSteps:
-    """Does and undoes `WriteCdiSpec`.
-
-    Each spec is built from the current files on disk, because paths become stale when the NVIDIA driver or the
-    toolkit is replaced. `ledger` may be None without MIG on demand. `dev_char` is None if no links
-    are wanted in /dev/char.
+    """Each spec is built from the current files on disk, because paths become stale when the NVIDIA driver or the
+    toolkit is replaced.
     """
 
     driver_name: str
@@ -187,8 +173,8 @@ class CdiSteps:
     def _with_management(
         self, devices: list[CdiDevice], managing: Mapping[str, PlannedDevice]
     ) -> list[CdiDevice]:
-        """Add the management nodes to one device of each managing request. A container gets all devices of a
-        request, so one device is enough.
+        """Add the management nodes to one device of each managing request: a container gets all devices of a
+        request.
         """
         gpus = next(iter(managing.values())).managed
         nodes, missing = self.nodes.management(
@@ -205,10 +191,7 @@ class CdiSteps:
         ]
 
     def _common_edits(self, files: DriverFiles, channels: tuple[HostNode, ...]) -> dict[str, Any]:
-        """Return `common_edits` with the claim's IMEX channels.
-
-        The result is cached until the host's files or the channels change; callers must not modify it.
-        """
+        """Return edits that are cached until the host's files or the channels change; callers must not modify them."""
         known = self._common
         if known is not None and known[0] is files and known[1] == channels:
             return known[2]
@@ -219,7 +202,6 @@ class CdiSteps:
         return edits
 
     def _report(self, notes: tuple[str, ...]) -> None:
-        """Log the notes about files that the host lacks, once for each change."""
         with self._lock:
             if notes == self._reported:
                 return
@@ -228,11 +210,9 @@ class CdiSteps:
             _log.warning("driver_files_incomplete", notes=list(notes))
 
     def undo(self, step: Step, ref: ClaimRef) -> None:
-        """Remove the claim's spec; running containers keep their devices."""
         self.specs.remove(ref.uid)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
-        """Whether the claim's spec file exists and contains a JSON object."""
         return self.specs.read(record.ref.uid) is not None
 
     def _device(self, planned: PlannedDevice) -> CdiDevice:
@@ -286,10 +266,7 @@ class CdiSteps:
         )
 
     def _for_virtual_machine(self, planned: PlannedDevice, device: VfioDevice) -> CdiDevice:
-        """Return the device with the card's current nodes; their names may change when vfio takes the card.
-
-        Raises: RetryableError.
-        """
+        """Return the device with the card's current nodes; their names may change when vfio takes the card."""
         card, own = device.card, None
         if planned.prefers_iommufd and self.cards.node(IOMMU_NODE) is not None:
             own = self.cards.vfio_device(card.bus_id)
@@ -311,10 +288,7 @@ class CdiSteps:
         return CdiDevice(planned.cdi_device, tuple(nodes))
 
     def _minor(self, gpu: Gpu) -> int | None:
-        """Return the GPU's minor number, which may change with the MIG mode.
-
-        The number is read from a file, because NVML may hang.
-        """
+        """Read the minor number, which may change with the MIG mode, from a file, because NVML may hang."""
         if gpu.partitioning is None or gpu.pci_bus_id is None:
             return gpu.minor
         now = self.nodes.minor(gpu.pci_bus_id)

@@ -1,6 +1,4 @@
-"""Serves the kubelet's calls, each claim of a call independently: whether this process lets them in, their deadline,
-the fetch of their claims, the calls in progress, and the observer of outcomes.
-"""
+"""Serves the kubelet's calls, each claim of a call independently."""
 
 from __future__ import annotations
 
@@ -40,10 +38,10 @@ T = TypeVar("T")
 Action = Literal["prepare", "unprepare"]
 
 CLAIMS_AT_ONCE = 256
-"""How many claims of one call are processed at the same time. Each has its own thread, because any of them may hang."""
+"""Each claim of a call has its own thread, because any may hang."""
 KUBELET_DEADLINE_S = 45.0
 ANSWER_BEFORE_S = 2.0
-"""The plugin answers this long before the kubelet's deadline, after which the kubelet drops answers and errors."""
+"""The kubelet drops answers and errors that come after its deadline."""
 _KNOWN_CLAIMS_API_S = 3.0
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 4.0
@@ -52,16 +50,12 @@ _NOT_LET_IN = (
     "another process of gpu-dra-driver works on this node and has not handed over yet; the kubelet retries"
 )
 _LATE_RIGHTS = frozenset({401, 403})
-"""After an installation or a token renewal, the API server may refuse the plugin's requests for a few seconds."""
+"""After an installation or a token renewal, the API server may refuse requests for a few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class KubeletCall:
-    """A kubelet call that began at `began_ns` (time.monotonic_ns()).
-
-    An answer after `deadline` (time.monotonic()) is too late. `is_cancelled` returns whether the kubelet has
-    cancelled the call; it is None if cancellation cannot be detected.
-    """
+    """An answer after `deadline` (time.monotonic()) is too late."""
 
     began_ns: int
     deadline: float
@@ -69,9 +63,8 @@ class KubeletCall:
 
     @classmethod
     def begin(cls, deadline_s: float | None, is_cancelled: Callable[[], bool] | None = None) -> KubeletCall:
-        """Return a call that begins now. The caller waits `deadline_s` seconds for the answer.
-
-        None, and values above the kubelet's own timeout, mean the kubelet's timeout.
+        """Return a call that begins now. Without `deadline_s`, or if that is longer, the kubelet's own
+        timeout counts.
         """
         seconds = KUBELET_DEADLINE_S if deadline_s is None else min(deadline_s, KUBELET_DEADLINE_S)
         return cls(time.monotonic_ns(), time.monotonic() + seconds - ANSWER_BEFORE_S, is_cancelled)
@@ -79,7 +72,7 @@ class KubeletCall:
     def left(self) -> float:
         """Return the seconds until an answer is too late.
 
-        Raises: RetryableError if the deadline has passed or the kubelet cancelled the call.
+        Raises: RetryableError if it is too late or the kubelet cancelled the call.
         """
         if self.is_cancelled is not None and self.is_cancelled():
             raise RetryableError(
@@ -91,23 +84,18 @@ class KubeletCall:
         return left
 
     def left_for_known(self) -> float:
-        """Return how many seconds the API server may take for claims that can be served from their records.
-
-        All such claims of the call share this time.
-        """
+        """Return how many seconds the API server may take, in all, for claims that their records can serve."""
         spent = (time.monotonic_ns() - self.began_ns) / 1e9
         return max(0.05, min(self.left(), _KNOWN_CLAIMS_API_S - spent))
 
 
 @dataclass(slots=True, eq=False)
 class PrepareAttempt:
-    """One attempt to prepare one claim, passed through all parts of Prepare. `claim` is this driver's part of
-    the claim.
+    """One call's work on this driver's part of a claim.
 
-    `has_ended` is True once the call is over. The fields after it belong to `Waiter`: when the attempt first waited,
-    by the waiter's clock; the type of the last error; and the number of changes that it has seen. `leaving` says, by
-    holder UID, why a holder releases its devices; `gone` are the holders whose claims no longer exist, which are not
-    queried again.
+    The fields after `has_ended` belong to `Waiter`: when the attempt first waited, by the waiter's clock; the
+    type of the last error; the number of changes that it has seen; by UID, why holders release their devices;
+    and the holders whose claims are gone, which are not queried again.
     """
 
     ref: ClaimRef
@@ -122,7 +110,7 @@ class PrepareAttempt:
 
 
 class CallsUnderWay:
-    """Tracks the claims that are being prepared or unprepared. Thread-safe."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -131,7 +119,7 @@ class CallsUnderWay:
 
     @contextmanager
     def calling(self, action: Action, uid: str) -> Iterator[None]:
-        """Mark a Prepare or an Unprepare as in progress. A Prepare includes the fetch of its claim."""
+        """Mark a call as in progress. A Prepare includes the fetch of its claim."""
         with self._changed:
             self._calls[action, uid] += 1
         try:
@@ -145,20 +133,18 @@ class CallsUnderWay:
                 self.wake()
 
     def is_in_progress(self, action: Action, uid: str) -> bool:
-        """Whether a call with this action is in progress for the claim."""
         with self._changed:
             return self._calls[action, uid] > 0
 
     def wake(self) -> None:
-        """Wake every `wait`."""
         with self._changed:
             self._changes += 1
             self._changed.notify_all()
 
     def wait(self, seen: int, seconds: float) -> int:
-        """Wait up to `seconds` until an Unprepare succeeds or fails, or `wake` is called.
+        """Wait up to `seconds` until an Unprepare ends, or `wake` is called.
 
-        Pass what the last `wait` returned as `seen` (0 at first), so that a change in between is not missed.
+        `seen` is what the last `wait` returned (0 at first), so that no change is missed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._changes != seen, timeout=seconds)
@@ -166,45 +152,40 @@ class CallsUnderWay:
 
 
 class Observer(Protocol):
-    """Receives the outcome for each claim. Methods must not raise or block. Implemented in
-    `reporting/reporter.py`.
-    """
+    """Receives the outcome for each claim. Methods must not raise or block."""
 
     def in_flight(self, action: Action, claims: Sequence[ClaimRef]) -> AbstractContextManager[None]:
-        """Track a call of the kubelet for these claims while it is in progress."""
+        """Track a call while it is in progress."""
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
-        """Report a prepared claim. `record` is None if the claim has no device of this driver."""
+        """Without a `record`, the claim has no device of this driver."""
 
     def unprepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
-        """Report that a claim was unprepared; `record` is None if it had no readable record."""
+        """Without a `record`, the claim had no readable one."""
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
-        """Report the end of a Prepare that waited for a device, whether it succeeded or failed."""
+        """Report the end of a Prepare that waited for a device."""
 
     def failed(
         self, action: Action, ref: ClaimRef, duration_s: float, error: Exception, message: str
     ) -> None:
-        """Report a failed Prepare or Unprepare. The kubelet gets `message`."""
+        """Report what the kubelet gets as `message`."""
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
-        """Report that the plugin unprepared a stale claim, which the kubelet no longer unprepares."""
+        """Report that the plugin unprepared a stale claim."""
 
     def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
-        """Report the devices that the status of a claim names, after the reconciler found the claim not stale."""
+        """Report the devices in the status of a claim that is not stale."""
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
-        """Report that a stale claim keeps its devices.
-
-        `text` continues a sentence that begins with the claim: why the claim is stale, which processes compute
-        on its devices, and what to do.
+        """Report that processes keep a stale claim's devices. `text` continues a sentence that begins with
+        the claim.
         """
 
 
 def failed(observer: Observer, action: Action, ref: ClaimRef, duration_s: float, error: Exception) -> Failed:
-    """Report the error, and return the claim's entry in the answer to the kubelet: one line.
-
-    Any error other than a DraDriverError is a bug, and its traceback is logged.
+    """Report the error, and return it in one line. Anything but a DraDriverError is a bug, so its traceback
+    is logged.
     """
     if isinstance(error, DraDriverError):
         text = " ".join(str(error).split())
@@ -217,15 +198,14 @@ def failed(observer: Observer, action: Action, ref: ClaimRef, duration_s: float,
 
 
 class ClaimFetch:
-    """Reads the claims of a kubelet call. It holds no lock."""
-
     def __init__(self, lookup: ClaimClient, records: RecordStore, driver: str) -> None:
         self._lookup = lookup
         self._records = records
         self._driver = driver
 
     def allocated(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
-        """Return this driver's part of a claim, from the API server or, if that fails, from a prepared claim's record.
+        """Return this driver's part of a claim from the API server; if that fails, a prepared claim's from
+        its record.
 
         Raises: like `ClaimClient.read`; RetryableError.
         """
@@ -240,10 +220,8 @@ class ClaimFetch:
             return replace(known.claim, reported=None)
 
     def _read(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
-        """Read the claim like `ClaimClient.read`, but retry until the deadline if the failure may be brief.
-
-        Failures are brief while the API server is busy, starting or failing, or does not know the plugin's permissions
-        yet. The kubelet itself would retry only after a minute or more.
+        """Retry until the deadline if the failure may be brief: the kubelet would retry only after a minute
+        or more.
         """
         backoff = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         while True:
@@ -269,8 +247,8 @@ def _may_end_soon(error: ApiUnavailableError | ApiRejectedError) -> bool:
 
 
 class Admission:
-    """Lets the kubelet's calls in while this process works on the node. Calls that come earlier or later wait; if
-    their time is nearly over, they fail with an error that the kubelet retries.
+    """Lets calls in while this process works on the node. Earlier and later calls wait, and shortly before
+    their deadline fail with an error that the kubelet retries.
     """
 
     def __init__(self) -> None:
@@ -279,13 +257,12 @@ class Admission:
         self._inside = 0
 
     def open(self) -> None:
-        """Let calls in."""
         with self._turn:
             self.is_open = True
             self._turn.notify_all()
 
     def close(self, wait_s: float) -> bool:
-        """Let no more calls in. Return whether all calls in progress have ended within `wait_s` seconds."""
+        """Let no more calls in. Return whether all have ended within `wait_s` seconds."""
         with self._turn:
             self.is_open = False
             return self._turn.wait_for(lambda: not self._inside, wait_s)
@@ -297,7 +274,7 @@ class Admission:
             self._turn.notify_all()
 
     def enter(self, call: KubeletCall) -> bool:
-        """Wait until the call is let in; return False if it is not. The caller calls `leave` at the end of the call."""
+        """Return whether the call was let in. Only then, call `leave` at its end."""
         with self._turn:
             try:
                 while not (self.is_open or self._is_over):
@@ -308,7 +285,6 @@ class Admission:
             return self.is_open
 
     def leave(self) -> None:
-        """End a call that was let in."""
         with self._turn:
             self._inside -= 1
             self._turn.notify_all()
@@ -316,10 +292,8 @@ class Admission:
 
 @dataclass(eq=False)
 class ClaimService:
-    """Serves the kubelet. The claims of a call are processed in parallel: a claim that fails or waits does not affect
-    the others.
-
-    `prepare_one` is `Preparer.prepare`, and `unprepare_one` is `Unpreparer.unprepare`.
+    """Serves the claims of a call in parallel: one that fails or waits does not affect the others. Outcomes
+    are by UID.
     """
 
     admission: Admission
@@ -335,7 +309,6 @@ class ClaimService:
         deadline_s: float | None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> Mapping[str, PrepareOutcome]:
-        """Return an outcome for each claim, by UID."""
         return self._each("prepare", self._prepared, claims, KubeletCall.begin(deadline_s, is_cancelled))
 
     def unprepare(
@@ -344,7 +317,6 @@ class ClaimService:
         deadline_s: float | None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> Mapping[str, UnprepareOutcome]:
-        """Return the outcome of `Unpreparer.unprepare` for each claim, by UID."""
         return self._each(
             "unprepare", self.unprepare_one, claims, KubeletCall.begin(deadline_s, is_cancelled)
         )
@@ -356,7 +328,6 @@ class ClaimService:
         claims: Sequence[ClaimRef],
         call: KubeletCall,
     ) -> dict[str, T | Failed]:
-        """Call `serve` for each claim in parallel; returns the results by UID."""
         if not self.admission.enter(call):
             return {ref.uid: Failed(_NOT_LET_IN) for ref in claims}
         admitted = replace(call, began_ns=time.monotonic_ns())

@@ -1,30 +1,19 @@
-"""Finds the processes that still use a claim's devices.
+"""Finds the processes that still use a claim's devices. A pod can be deleted while its processes hang in the
+NVIDIA driver, or while the kubelet has forgotten the pod.
 
-A pod can be deleted in the API server while its processes still run: they hang in the NVIDIA driver, or someone
-made the kubelet forget a pod that it could not stop.
+These processes do not count:
 
-Which processes count:
+- in a service or login session of the host, by their cgroup: only pods use claims, and a display server never
+  exits;
+- the MPS server, which exits with its daemon when the claim is unprepared;
+- on a device of which another claim holds a share: the process may belong to that claim;
+- on a device that the claim has only with adminAccess: the process counts for the claim that holds the
+  device;
+- on a GPU for a virtual machine: vfio releases the GPU when its device node is closed.
 
-| Process | Counts | Why |
-|---|---|---|
-| in a container, or of unknown origin | yes | the process may belong to the claim |
-| in a service or login session of the host, by its cgroup | no | only pods use claims; a display server never exits |
-| the MPS server | no | the server exits with its daemon, which stops when the claim is unprepared |
-| on a device of which another claim holds a share | no | the process may belong to the other claim |
-| on a device held only with adminAccess | no | the device belongs to another claim |
-| on a GPU for a virtual machine | no | NVML does not list the GPU; vfio releases it when its device node is closed |
-
-If a process of a claim with adminAccess computes on a device that another claim holds, the process counts for the
-holder: no claim gets a device that a process uses.
-
-| NVML | Result |
-|---|---|
-| lists no process | the device is not in use (even if NVML cannot see the host's processes) |
-| does not list the device, or the GPU is lost | the device is not in use, and no claim gets it |
-| is unavailable because the kernel driver is not loaded | the device is not in use, and no claim gets it |
-| is unavailable for another reason, hangs or fails | unknown, so the plugin retries later |
-
-The devices of a record from an earlier boot are not in use, because a reboot ends all processes.
+A device is not in use if NVML lists no process (even if NVML cannot see the host's processes) or not the
+device, if the GPU is lost or the kernel driver is not loaded, and after a reboot. If NVML fails in another
+way, the use is unknown.
 """
 
 from __future__ import annotations
@@ -48,10 +37,7 @@ _MAX_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class InUse:
-    """Processes that compute on a claim's devices.
-
-    `text` is a clause such as `process 4711 (python3) still uses gpu-4cf8db2d (GPU GPU-4cf8db2d-…)`.
-    """
+    """`text` is such as `process 4711 (python3) still uses gpu-4cf8db2d (GPU GPU-4cf8db2d-…)`."""
 
     pids: frozenset[int]
     text: str
@@ -59,11 +45,7 @@ class InUse:
 
 @dataclass(eq=False)
 class GpuProcesses:
-    """Queries NVML, for at most `wait_s` seconds. Thread-safe.
-
-    `is_of_the_host` returns whether a process is in a service or login session of the host; `driver_is_gone`
-    whether the kernel driver is not loaded.
-    """
+    """Queries NVML, for at most `wait_s` seconds. Thread-safe."""
 
     nvml: NvmlReader
     ledger: Ledger
@@ -77,10 +59,7 @@ class GpuProcesses:
         self._calls: dict[str, BoundedCall[Mapping[int, str]]] = {}
 
     def of(self, record: ClaimRecord) -> InUse | None:
-        """Return the processes that compute on the claim's devices; None if there are none.
-
-        Raises: DraDriverError if NVML cannot list them now.
-        """
+        """Raise DraDriverError if NVML cannot list the processes now."""
         end = time.monotonic() + self.wait_s
         users: dict[int, str] = {}
         used: list[str] = []
@@ -104,7 +83,7 @@ class GpuProcesses:
         return None
 
     def describe(self, record: ClaimRecord) -> str | None:
-        """Describe the processes on the claim's devices in a clause; None if there are none or they are unknown."""
+        """Return a clause; None if no process is known."""
         try:
             found = self.of(record)
         except DraDriverError:
@@ -112,7 +91,6 @@ class GpuProcesses:
         return None if found is None else found.text
 
     def _own_devices(self, record: ClaimRecord) -> Iterator[HeldDevice]:
-        """Yield the record's devices that no other claim holds, except with adminAccess or for virtual machines."""
         if record.boot_id != self.ledger.boot_id:
             return
         shared = {

@@ -22,12 +22,8 @@ from dra_driver.model.record import ClaimRecord
 
 
 class ClaimLifecycle:
-    """`service` serves the kubelet; other parts of the daemon use the other fields.
-
-    `pods_run` returns whether a process of a claim's pods runs on this node; None if unknown. `find_node`
-    raises a DraDriverError unless the API server knows this node. `setting_for_lost` returns the setting that
-    would keep new pods away from lost GPUs; None if they already stay away. `layouts` is None on a node without
-    MIG layouts.
+    """`service` serves the kubelet; other parts of the daemon use the other fields. `Reconciler` (with
+    `find_node` as `check_node`) and `ClaimPlanner` describe the parameters.
     """
 
     def __init__(
@@ -49,7 +45,6 @@ class ClaimLifecycle:
         layouts: NodeLayouts | None,
         timeouts: WaitTimeouts | None = None,
     ) -> None:
-        """Create the parts without starting them."""
         driver = identity.driver
         self.calls = CallsUnderWay()
         self.admission = Admission()

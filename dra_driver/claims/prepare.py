@@ -1,16 +1,9 @@
-"""Prepares one claim: makes a plan from the current devices, records and configuration, runs its steps, and answers the
-kubelet. While a device is in use, it waits and retries.
+"""Prepares one claim: plans, runs the steps, and answers the kubelet. While a device is in use, it waits and
+retries.
 
-A failed attempt removes the record that it wrote, unless the claim has been prepared or unprepared since, a later
-attempt continues with the record, or a maintenance claim may still succeed:
-
-    (nothing) ──attempt writes the record──▶ record of this attempt ──a later attempt uses it──▶ record of that attempt
-      ▲                                        │
-      ├── the claim is prepared or unprepared: nothing to remove
-      └── the attempt fails, reaches its deadline, or waits for another claim: it removes the record
-
-During an attempt the record says `preparing` and no lock is held. A crash at any point therefore leaves the
-same state as a crash during a step: the next Prepare continues with the record, and an Unprepare removes it.
+A failed attempt removes the record that it wrote, unless the claim has been prepared or unprepared since, a
+later attempt continues with the record, or a maintenance claim may still succeed. During an attempt the
+record says `preparing`, so after a crash the next Prepare continues, and an Unprepare removes the record.
 """
 
 from __future__ import annotations
@@ -56,15 +49,11 @@ _SCAN_WAIT_S = 10.0
 _CHECK_S = 1.0
 _LOCK_S = 5.0
 _PREPARED_WAIT_S = 5.0
-"""How long a Prepare of an already prepared claim waits for the lanes. It is short, because the pod has its devices."""
+"""How long a Prepare of a prepared claim, whose pod has its devices, waits for the lanes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The node's settings for claims: driver name, pool name, sharing policy, versions of the device metadata,
-    extra devices for containers, and power policy.
-    """
-
     driver: str
     pool: str
     sharing: SharingPolicy = NO_SHARING
@@ -75,7 +64,7 @@ class Identity:
 
 @dataclass(eq=False)
 class ClaimPlanner:
-    """Plans claims. Planning takes no lock and changes nothing.
+    """Takes no lock and changes nothing.
 
     `setting_for_lost` returns the setting that would keep new pods away from lost GPUs; None if they already
     stay away.
@@ -89,10 +78,8 @@ class ClaimPlanner:
     setting_for_lost: Callable[[], str | None]
 
     def find_devices(self, claim: AllocatedClaim, call: KubeletCall) -> None:
-        """Scan the node's devices again, unless the last scan found all devices of the claim.
-
-        A device may be newer than the last scan, such as a manually created MIG device, or any device of a driver that
-        was just loaded.
+        """Scan again unless the last scan found all devices. A MIG device may be new, or the NVIDIA driver
+        just loaded.
         """
         known = self.discovery.inventory
         is_known = known is not None and all(result.device in known.by_name for result in claim.results)
@@ -102,7 +89,8 @@ class ClaimPlanner:
     def plan(self, claim: AllocatedClaim, known: ClaimRecord | None) -> Plan:
         """Return the plan of a claim whose record is `known`.
 
-        Raises: like `plan_claim`; NvmlUnavailableError; RetryableError if the NVIDIA driver has no IMEX channels.
+        Raises: like `plan_claim`; NvmlUnavailableError; RetryableError if the NVIDIA driver has no IMEX
+        channels.
         """
         inventory = self._inventory()
         plan = plan_claim(
@@ -125,10 +113,8 @@ class ClaimPlanner:
     def refuse_unready_imex(
         self, claim: AllocatedClaim, known: ClaimRecord | None, call: KubeletCall
     ) -> None:
-        """Check that IMEX is ready, if the claim gets a channel and is not prepared yet.
-
-        Call it without a lock, because nvidia-imex may be slow. If the fabric was not ready at the last scan, the
-        devices are scanned again.
+        """Check IMEX, if the claim gets a channel and is not prepared. Hold no lock, because nvidia-imex may
+        be slow.
 
         Raises: RetryableError if the fabric or nvidia-imex is not ready.
         """
@@ -141,25 +127,21 @@ class ClaimPlanner:
             self.extra_devices.refuse_unready_imex(call.left())
 
     def rescan(self, call: KubeletCall) -> None:
-        """Scan the node's devices now."""
         self.discovery.scan_now(min(call.left(), _SCAN_WAIT_S))
 
     def reopen_nvml(self, ref: ClaimRef) -> bool:
-        """Let the plugin open NVML again if a failed or crashed attempt closed NVML for this claim; return whether that
-        was so. The next attempt can then plan. The caller holds the claim's lock. Raises: StateError.
+        """Let NVML open again if an attempt for this claim closed it; return whether that was so. The caller
+        holds the claim's lock. Raises: StateError.
         """
         detachments = self.discovery.detachments
         return detachments is not None and detachments.end_of(ref)
 
     def answer(self, claim: AllocatedClaim, made: Plan | ClaimRecord) -> Prepared:
-        """Return the answer to the kubelet for a claim with this plan or record."""
         held = made.devices if isinstance(made, ClaimRecord) else made.held_devices()
         return answer(claim, self.identity.driver, made.steps, held)
 
     def _used(self, claim: AllocatedClaim) -> Iterator[tuple[DeviceResult, OfferedDevice]]:
-        """Yield the claim's results with their devices. Skips results with adminAccess, and devices of lost
-        GPUs.
-        """
+        """Skip adminAccess, and devices of lost GPUs."""
         inventory = self._inventory()
         for result in claim.results:
             device = inventory.usable(result.device)
@@ -174,9 +156,7 @@ class ClaimPlanner:
         return inventory
 
     def _others(self, claim: AllocatedClaim, inventory: Inventory) -> Iterator[ClaimRecord]:
-        """Yield the records of the other claims on the claim's GPUs, with a substitute for each record that was
-        lost.
-        """
+        """Yield the other records on the claim's GPUs, and substitutes for lost ones."""
         found = [inventory.usable(result.device) for result in claim.results]
         gpus = {device.gpu.uuid for device in found if device is not None}
         for uid, record in (self.records.all() if None in found else self.records.having(gpus)).items():
@@ -192,10 +172,7 @@ class ClaimPlanner:
 
 @dataclass(eq=False)
 class Preparer:
-    """Prepares claims. It holds no lock while it waits for the API server or a lane.
-
-    `layouts` is None on a node without MIG layouts.
-    """
+    """Holds no lock while it waits for the API server or a lane."""
 
     planner: ClaimPlanner
     records: RecordStore
@@ -206,15 +183,14 @@ class Preparer:
 
     def __post_init__(self) -> None:
         self._begun: dict[str, PrepareAttempt] = {}
-        """By claim UID: the attempt that must roll the claim back, which is the last attempt that wrote the record.
-        Changed under the claim's lock, so an attempt that cannot take the lock at its end stays here.
+        """By claim UID: the last attempt that wrote the record, which must roll the claim back. Changed under
+        the claim's lock, so an attempt that cannot take the lock at its end stays here.
         """
 
     def prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
-        """Return the answer to the kubelet and the claim's record. The record is None if the claim has no device of
-        this driver.
+        """Return the answer and the record, None if the claim has no device of this driver.
 
-        Raises: the error that keeps the claim from being prepared now, after rolling the claim back.
+        Raises: the error that prevents the Prepare now, after rolling the claim back.
         """
         try:
             return self._prepare_until_free(attempt)
@@ -225,7 +201,6 @@ class Preparer:
             attempt.has_ended = True
 
     def _prepare_until_free(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
-        """Try until success; wait and retry while the devices will soon be free, or NVML refuses for a moment."""
         has_looked = False
         while True:
             try:
@@ -244,9 +219,10 @@ class Preparer:
                 self.planner.rescan(attempt.call)
 
     def _reopen_nvml(self, attempt: PrepareAttempt) -> bool:
-        """Open NVML again if a call that crashed closed it for this claim; returns whether that was so.
+        """Open NVML again if a call that crashed closed it for this claim and no other call works on the
+        claim.
 
-        Another call that works on the claim now keeps NVML closed. Raises: StateError; RetryableError.
+        Raises: StateError; RetryableError.
         """
         with self.records.locks.hold(attempt.ref.uid, _LOCK_S):
             other = self._begun.get(attempt.ref.uid, attempt)
@@ -254,10 +230,8 @@ class Preparer:
             return not is_taken and not self._was_prepared(attempt) and self.planner.reopen_nvml(attempt.ref)
 
     def _prepare_once(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
-        """Plan, write the record, run the steps and answer.
-
-        After an error, the answer comes from the claim's record if the claim was prepared in this boot and is still in
-        place. Its pod may be running, and keeps its other devices if one GPU is lost.
+        """After an error, answer from the record if the claim was prepared in this boot and is still in
+        place: its pod may be running, and keeps its other devices if one GPU is lost.
         """
         claim = attempt.claim
         try:
@@ -279,10 +253,8 @@ class Preparer:
     def _lock(
         self, attempt: PrepareAttempt, timeout_s: float, is_cancelled: Callable[[], bool] | None = None
     ) -> Iterator[ClaimGuard]:
-        """Hold the claim's lock.
-
-        Raises: RetryableError if the claim was unprepared since the call began. If a pod still needs the claim, the
-        kubelet has started another call.
+        """Raise RetryableError if the claim was unprepared since the call began. If a pod still needs the
+        claim, the kubelet has started another call.
         """
         with self.records.locks.hold(attempt.ref.uid, timeout_s, is_cancelled) as guard:
             if guard.was_unprepared_since(attempt.call.began_ns):
@@ -296,9 +268,7 @@ class Preparer:
         return known is not None and known.claim == attempt.claim and known.phase == "prepared"
 
     def _planned(self, attempt: PrepareAttempt) -> tuple[Plan, ClaimRecord | None]:
-        """Run the pending cleanups of the claim's GPUs. Return the claim's plan, and its record (None for a claim
-        without devices).
-        """
+        """Run the pending cleanups first. A claim without devices has no record."""
         tried: set[str] = set()
         while True:
             with ExitStack() as unlocked:
@@ -314,11 +284,10 @@ class Preparer:
     def _planned_once(
         self, attempt: PrepareAttempt, tried: Collection[str], unlocked: ExitStack
     ) -> tuple[Plan | None, ClaimRecord | None, Sequence[PendingCleanup]]:
-        """Plan under the claim's lock and the planning lock. Then write the record, or return the cleanups that must
-        run first.
+        """Plan and write the record under both locks, or return the cleanups that must run first.
 
-        The plan is None if another call changed the record. If an earlier allocation of the claim has ended, the caller
-        undoes its other steps after the locks are released, by closing `unlocked`.
+        The plan is None if another call changed the record. The caller closes `unlocked` without the locks,
+        which undoes the other steps of an earlier allocation.
         """
         uid, call, claim = attempt.ref.uid, attempt.call, attempt.claim
         known = self.records.get(uid)
@@ -363,10 +332,7 @@ class Preparer:
     # --- the steps of an attempt ---------------------------------------------------------------
 
     def begin(self, attempt: PrepareAttempt, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
-        """Write the claim's record before its steps run; returns None for a claim without devices.
-
-        `known` is the previous record. The caller holds the claim's lock. Raises: StateError.
-        """
+        """Write the record before the steps run. The caller holds the claim's lock. Raises: StateError."""
         if not plan.devices:
             return None
         record = self.executor.intend(plan, known)
@@ -375,11 +341,10 @@ class Preparer:
         return record
 
     def carry_out(self, attempt: PrepareAttempt, plan: Plan, record: ClaimRecord) -> ClaimRecord:
-        """Run the plan's steps; returns the claim's final record.
+        """Run the plan's steps; return the final record.
 
-        The caller holds no lock, and calls `give_up` after an error unless it retries.
-
-        Raises: the error of a step; RetryableError if the claim was unprepared or changed during the steps.
+        The caller holds no lock, and calls `give_up` after an error unless it retries. Raises: the error of a
+        step; RetryableError if the claim was unprepared or changed during the steps.
         """
         left = attempt.call.left()
         self.executor.change(
@@ -392,10 +357,11 @@ class Preparer:
             return done
 
     def give_up(self, attempt: PrepareAttempt, error: Exception) -> None:
-        """Roll the claim back, unless it is prepared or a later attempt continues with it. A maintenance claim
-        that may succeed later keeps its record, so that no other claim gets its GPUs, but NVML is opened again.
+        """Roll the claim back, unless it is prepared or a later attempt continues with it. A maintenance
+        claim that may succeed later keeps its record, so that no other claim gets its GPUs, but NVML is
+        opened again.
 
-        Never raises a DraDriverError: the next Prepare or Unprepare handles what cannot be rolled back now.
+        Never raises a DraDriverError: the next Prepare or Unprepare handles the rest.
         """
         uid = attempt.ref.uid
         if self._begun.get(uid) is not attempt:
@@ -423,8 +389,8 @@ class Preparer:
 
 
 def _releases(attempt: PrepareAttempt, known: ClaimRecord, error: ClaimRefusedError) -> bool:
-    """Whether a refused claim must release the devices in its record. If it kept them, two claims that swap devices
-    would wait for each other forever, and the GPUs of a maintenance claim would stay withdrawn.
+    """Whether a refused claim must release its devices. Otherwise two claims that swap devices would wait for
+    each other forever, and the GPUs of a maintenance claim would stay withdrawn.
     """
     if known.maintenance is not None:
         return known.phase != "prepared"

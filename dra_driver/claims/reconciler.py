@@ -1,43 +1,25 @@
 """Unprepares stale claims: claims that the kubelet will not unprepare.
 
-The kubelet unprepares the claims that it remembers. It forgets claims if it loses its state, if the node was
-cut off, or if pods were removed while the plugin was down. Therefore the reconciler compares the records with
-the API server: soon after the start, every ten minutes, and when an attempt waits for a holder.
+The kubelet forgets claims if it loses its state, if the node was cut off, or if pods were removed while the
+plugin was down. So the reconciler compares the records with the API server: soon after the start, every ten
+minutes, and when an attempt waits for a holder. It unprepares a claim that stays stale for the grace time.
 
-    kept ──check finds it stale──▶ stale ──still stale after the grace time──▶ unprepared, as if by the kubelet
-     ▲                              │  │
-     └──check finds it in use───────┘  └── no answer from the API server, or a process computes on a device: stays stale
-
-| A crash … | leaves | next |
-|---|---|---|
-| during a check, or while a claim is stale | the record | the grace time starts again |
-| while the claim is unprepared | the record, with some steps undone | the same; an undo may run again |
-| after the claim was unprepared | nothing | nothing to do |
-
-- The list of stale claims exists only in memory. A plugin that crashes repeatedly never unprepares a claim too early,
-  and a restart delays a stale claim's end by a minute.
-- A claim is stale only if the API server says that the claim does not exist, has another UID, or has none of the
-  record's devices any more. On any other answer (none, a refusal, a path that is not served) the check skips the claim,
-  and a later check tries again. After three claims in a row without an answer the check ends; its results so far count,
-  and the next check uses another order. Nothing is unprepared if the API server does not know this node: such an API
-  server belongs to another cluster or has lost its data.
-- The grace time gives the kubelet time to stop the claim's containers. If an attempt waits for a stale claim's devices
-  and no process of the claim's pods runs on this node, the claim is unprepared at once. This requires that the plugin
-  sees the host's process IDs, and that the record names the claim's pods. The kubelet's pod-resources API would not
-  help: the kubelet lists the pods that the API server has, and a force-deleted pod is missing there while its
-  containers may still run.
-- A claim that is prepared again keeps its devices. Right before the reconciler unprepares a claim, it queries the API
-  server again, and `reclaim` checks under the claim's lock that no call has prepared the claim since. The kubelet's own
-  Unprepare may come before, during or after `reclaim`.
-- While a process computes on a claim's devices (`claims.gpu_processes`), or NVML does not answer, no other claim gets
-  the devices. The plugin reports the process IDs once. It checks again every half minute, and when an attempt waits
-  for the device.
-- The kubelet calls Prepare once, for the first pod of a claim; other pods that share the claim come and go without a
-  call. If a claim is reserved for other pods than its record says, the reconciler updates the record under the claim's
-  lock. The pods in the record matter for one decision only: whether the grace time applies to a stale claim that an
-  attempt waits for.
-- A CDI spec without a record is only reported: the API server finds claims by name, not by UID, and running containers
-  may still need the spec.
+- A claim is stale only if the API server says that it does not exist, has another UID, or has none of the
+  record's devices any more. After any other answer, a later check tries again. An API server that does not
+  know this node belongs to another cluster or has lost its data, so nothing is unprepared.
+- The list of stale claims is only in memory, so after a crash the grace time starts again.
+- A claim that an attempt waits for is unprepared at once if no process of its pods runs on this node, which
+  the plugin knows if it sees the host's process IDs and the record names the pods. The kubelet's
+  pod-resources API would not help: a force-deleted pod is missing there while its containers may still run.
+- Right before an Unprepare the reconciler queries the API server again, and `reclaim` checks under the
+  claim's lock that no call has prepared the claim since. The kubelet's own Unprepare may come before, during
+  or after.
+- While a process computes on a claim's devices, or NVML does not answer (`claims.gpu_processes`), no other
+  claim gets them.
+- The kubelet calls Prepare only for the first pod of a claim, so the reconciler keeps the pods in the record
+  current.
+- A CDI spec without a record is only reported: the API server finds claims by name, not by UID, and running
+  containers may need the spec.
 """
 
 from __future__ import annotations
@@ -75,10 +57,8 @@ _LOCK_WAIT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """Times in seconds.
-
-    `grace_s` is the minimum time between finding a claim stale and unpreparing it, unless an attempt waits for its
-    devices. `retry_s` is the first pause after a failure; each further failure doubles it, up to `every_s`.
+    """`grace_s` is the least time from finding a claim stale to unpreparing it, unless an attempt waits for
+    it. `retry_s` doubles with each failure in a row, up to `every_s`.
     """
 
     first_s: float = 30.0
@@ -91,7 +71,7 @@ class Rhythm:
 
 @dataclass(frozen=True, slots=True)
 class _Stale:
-    """A stale claim, why it is stale, and when the reconciler first found it stale (`Reconciler.clock`)."""
+    """`since` is when the claim was first found stale (`Reconciler.clock`)."""
 
     record: ClaimRecord
     why: str
@@ -100,7 +80,7 @@ class _Stale:
 
 @dataclass(eq=False)
 class Reconciler(BackgroundWorker):
-    """Checks the claims in its own thread. Call `start` once the plugin serves the kubelet.
+    """Has its own thread. Call `start` once the plugin serves the kubelet.
 
     `check_node` raises a DraDriverError unless the API server knows this node. `pods_run` returns whether a
     process of the claim's pods runs on this node; None if unknown.
@@ -132,27 +112,20 @@ class Reconciler(BackgroundWorker):
         super().__init__("reconciler", self._turn, lambda _: self.rhythm.retry_s)
 
     def start(self) -> None:
-        """Start the thread. The first check is delayed, so that the kubelet can unprepare the claims that it
-        remembers.
-        """
+        """Delay the first check, so that the kubelet first unprepares the claims that it remembers."""
         self._next_full = self.clock() + self.rhythm.first_s * _jitter.uniform(1.0, 1.2)
         super().start()
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return a problem for each stale claim whose devices are still in use."""
         return [problem for uid, problem in self._kept.copy().items() if uid in self._stale]
 
     def check_soon(self, ref: ClaimRef) -> None:
-        """Check the claim soon, because an attempt waits for its devices."""
+        """Check a claim soon, because an attempt waits for its devices."""
         with self._guard:
             self._asked.add(ref.uid)
         self.wake()
 
     def _turn(self) -> float:
-        """Check all claims if a full check is due, otherwise only the awaited and the stale claims.
-
-        Returns the seconds until the next check.
-        """
         with self._guard:
             asked, self._asked = self._asked, set()
         self._awaited |= asked
@@ -168,10 +141,10 @@ class Reconciler(BackgroundWorker):
         return until_full if pause is None else min(until_full, pause * _jitter.uniform(1.0, 1.2))
 
     def check(self, only: Collection[str] | None = None) -> float | None:
-        """Compare all claims, or only the claims with the UIDs in `only`, with the API server. Unprepare the stale
-        claims whose grace time is over.
+        """Compare the claims, or those with the UIDs in `only`, with the API server, and unprepare what is
+        due.
 
-        Returns the seconds after which to retry; None if nothing failed.
+        Return the seconds after which to retry; None if nothing failed.
         """
         try:
             failed = self._reclaim_due(self._found_stale(only))
@@ -186,7 +159,6 @@ class Reconciler(BackgroundWorker):
         return self.rhythm.retry_s if failed or self._unanswered else None
 
     def _checked_records(self) -> Mapping[str, ClaimRecord]:
-        """Return the node's records by UID, and log the claims of which only a CDI spec is left."""
         records = self.records.all()
         specs = set(self.without_record.unrecorded(records))
         lost = self.without_record.lost(records)
@@ -208,10 +180,7 @@ class Reconciler(BackgroundWorker):
         return records
 
     def _found_stale(self, only: Collection[str] | None) -> list[_Stale]:
-        """Return the stale claims found by this check.
-
-        Raises: DraDriverError if every query of the API server failed; claims that were stale stay stale.
-        """
+        """Raise DraDriverError if every query of the API server failed; claims that were stale stay stale."""
         subjects = self._checked_records()
         verdicts: dict[str, _Stale | None] = {}
         unanswered: dict[str, DraDriverError] = {}
@@ -252,7 +221,6 @@ class Reconciler(BackgroundWorker):
         return [self._stale[uid] for uid in verdicts if uid in self._stale]
 
     def _check_claim(self, record: ClaimRecord) -> _Stale | None:
-        """Check one claim; returns None if it is not stale."""
         now = self.lookup.current(record.ref, self.rhythm.request_s)
         found = staleness(record, now, self.driver)
         if found is not None:
@@ -264,10 +232,7 @@ class Reconciler(BackgroundWorker):
         return None
 
     def _update_pods(self, seen: ClaimRecord, pods: Pods) -> None:
-        """Write the claim's current pods into its record. `seen` is the record before the API server was queried.
-
-        Writes nothing if the pods are unknown, or if another call has since removed the record or changed its pods.
-        """
+        """Write the current pods, unless another call has changed them since the record was `seen`."""
         if pods is None or seen.claim.pods == pods:
             return
         # If this write fails, the next check retries it.
@@ -279,9 +244,8 @@ class Reconciler(BackgroundWorker):
             self.records.save(replace(record, claim=replace(record.claim, pods=pods)), durable=False)
 
     def _reclaim_due(self, stale: Sequence[_Stale]) -> bool:
-        """Unprepare the stale claims whose grace time is over; returns whether an Unprepare failed.
-
-        Raises: DraDriverError if the API server does not know this node.
+        """Return whether an Unprepare failed. Raises: DraDriverError if the API server does not know this
+        node.
         """
         due = [one for one in stale if self._is_due(one)]
         if due:
@@ -299,7 +263,7 @@ class Reconciler(BackgroundWorker):
         return entry.record.ref.uid in self._awaited and self.pods_run(entry.record) is False
 
     def _reclaim(self, stale: _Stale) -> bool:
-        """Unprepare the claim; returns False if the reconciler must retry."""
+        """Return False if the reconciler must retry."""
         ref, why = stale.record.ref, stale.why
         if self._is_in_use(stale.record, why):
             return False
@@ -318,7 +282,7 @@ class Reconciler(BackgroundWorker):
         return True
 
     def _is_in_use(self, record: ClaimRecord, why: str) -> bool:
-        """Whether a process computes on the claim's devices, or whether that is unknown."""
+        """Return True also if the use is unknown."""
         ref = record.ref
         try:
             use = self.users.of(record)

@@ -1,4 +1,4 @@
-"""Finds CDI specs without a record. Such a spec is all that is left of a claim whose record was lost."""
+"""CDI specs without a record: all that is left of a claim whose record was lost."""
 
 from __future__ import annotations
 
@@ -13,21 +13,15 @@ from dra_driver.model.steps import maintenance_of
 
 
 class SpecsWithoutRecord:
-    """Compares the CDI directory with the records.
-
-    An unreadable record is set aside. The pod of its claim may still run, but only the claim's CDI spec is
-    known.
-    """
+    """The pod of a claim whose record is unreadable may still run."""
 
     def __init__(self, records: RecordStore, specs: CdiDirectory) -> None:
         self._records = records
         self._specs = specs
 
     def lost(self, records: Mapping[str, ClaimRecord]) -> Mapping[str, Sequence[SpecDevice]]:
-        """Return the devices of each claim whose record was lost, by claim UID. They are read from the claim's CDI
-        spec, or from the record of a newer release if there is no spec yet.
-
-        Empty while no record is set aside.
+        """Return the devices of each claim whose record was set aside, by UID: from the CDI spec, or else
+        from a newer release's record.
         """
         if not self._records.quarantined():
             return {}
@@ -35,19 +29,18 @@ class SpecsWithoutRecord:
         return newer | {uid: devices_of(uid, self._specs.read(uid)) for uid in self._with_spec(records)}
 
     def lost_devices(self) -> set[str]:
-        """Return the names of the devices held by claims whose record was lost."""
         lost = self.lost(self._records.all()).values()
         return {device.device for devices in lost for device in devices if not device.admin_access}
 
     def uids(self) -> Collection[str]:
-        """Return the UIDs of the claims that have no readable record, but a spec or an unreadable record that is still
-        in place. These claims have not ended.
+        """Return the claims without a readable record that have not ended: with a spec, or an unreadable
+        record in place.
         """
         records = self._records.all()
         return self._with_spec(records) | self._records.in_place().keys()
 
     def unrecorded(self, records: Mapping[str, ClaimRecord]) -> Collection[str]:
-        """Return the UIDs of claims that have a spec and no record, not even one that was set aside."""
+        """Return the claims with a spec and no record, not even one that was set aside."""
         set_aside = {path.name.partition(".json")[0] for path in self._records.quarantined()}
         return self._with_spec(records) - set_aside
 
@@ -56,7 +49,7 @@ class SpecsWithoutRecord:
 
 
 def _devices_in(newer: NewerFormatError | None) -> Sequence[SpecDevice]:
-    """Return the devices in a newer release's record, as far as this release understands them."""
+    """Return the devices as far as this release understands the record."""
     devices = newer.document.get("devices") if newer is not None else None
     maintenance = maintenance_of(STEP.readable(newer, "steps"))
     return [

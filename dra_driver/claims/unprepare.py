@@ -1,4 +1,4 @@
-"""Unprepares claims: for the kubelet (NodeUnprepareResources), and for the reconciler if the kubelet forgot one."""
+"""Unprepares claims for the kubelet, and for the reconciler if the kubelet forgot one."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ _RECLAIM_S = 30.0
 
 @dataclass(eq=False)
 class Unpreparer:
-    """Unprepares claims: removes files and record under the claim's lock, then undoes changes to a GPU in the GPU's
-    lane.
-    """
+    """Removes files and record under the claim's lock, then undoes changes to a GPU in the GPU's lane."""
 
     records: RecordStore
     executor: Executor
@@ -36,10 +34,10 @@ class Unpreparer:
     def reclaim(
         self, ref: ClaimRef, expected: ClaimRecord, checked_ns: int, within_s: float = _RECLAIM_S
     ) -> bool:
-        """Unprepare a claim as if the kubelet had called; returns whether the claim was unprepared.
+        """Unprepare a claim as if the kubelet had called; return whether that was done.
 
-        Does nothing if the claim's record is no longer `expected`, or if the claim is being prepared now or was
-        prepared after `checked_ns` (time.monotonic_ns(), when the API server was queried).
+        Not if its record is no longer `expected`, or if the claim is being prepared or was prepared after
+        `checked_ns` (time.monotonic_ns(), when the API server was queried).
 
         Raises: the error that prevented the Unprepare; the record stays, unless only the cleanup failed.
         """
@@ -53,7 +51,7 @@ class Unpreparer:
             return self._unprepare(ref, call, is_wanted)
 
     def unprepare(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
-        """Return None if the claim is now unprepared, or never was prepared; otherwise an error."""
+        """Return None if the claim is unprepared, or never was prepared."""
         started = time.monotonic()
         try:
             self._unprepare(ref, call, lambda _guard: False)
@@ -62,7 +60,6 @@ class Unpreparer:
         return None
 
     def _unprepare(self, ref: ClaimRef, call: KubeletCall, is_wanted: Callable[[ClaimGuard], bool]) -> bool:
-        """Unprepare the claim unless `is_wanted` returns True; returns whether it was done."""
         started = time.monotonic()
         with self.calls.calling("unprepare", ref.uid):
             with self.records.locks.hold(ref.uid, call.left(), call.is_cancelled) as guard:

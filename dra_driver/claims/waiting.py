@@ -1,29 +1,18 @@
-"""Lets a Prepare wait while other claims are about to release its devices, or while a process or the NVIDIA driver
-blocks it for a moment.
-
-    trying ──not available now──▶ who is in the way? ──a holder stays──▶ refused, naming the holder
-     ▲                             │
-     │                             ▼
-     └── a holder's record ──── waiting ──too little time is left, or the kubelet cancels──▶ failed for now
-         changed, or a pause
-         is over
-
-No lock is held while waiting. A crash leaves what the last try left: nothing, or a record in `preparing`.
+"""Lets a Prepare wait while its devices will soon be free. No lock is held while waiting. A crash leaves what
+the last try left: nothing, or a record in `preparing`.
 
 An attempt waits if
 
-- the claim that holds the device is about to release it: its Unprepare is in progress, or the API
-  server shows it (`claims.rules.holders`). If the API server does not answer, the holder is assumed to stay, unless an
-  earlier answer said otherwise;
+- the claim that holds the device is being unprepared, or will be according to the API server
+  (`claims.rules.holders`). If the API server does not answer, the last answer counts; without one, the
+  Prepare is refused;
 - MPS has its maximum number of clients, and enough of them are about to leave;
-- a process uses the device, for example in a container that was just stopped, or a monitor;
-- the NVIDIA driver refuses for now. What the try has already created is kept, and the next try continues from there.
+- a process uses the device, for example in a container that was just stopped;
+- the NVIDIA driver refuses for now. What the try has created is kept.
 
-In the last two cases nothing signals the end, so the attempt retries after short pauses. If it failed instead, the
-kubelet would retry only after a minute or more.
-
-The end of each Unprepare, and of each attempt that removes its record, wakes all waiting attempts. Attempts that wait
-for the same device are served in no particular order.
+In the last two cases nothing signals the end, so the attempt retries after short pauses; the kubelet would
+retry only after a minute or more. The end of each Unprepare, and of each attempt that removes its record,
+wakes all waiting attempts, in no particular order.
 """
 
 from __future__ import annotations
@@ -54,20 +43,17 @@ _log = structlog.get_logger(__name__)
 
 NotNow = DeviceHeldError | DeviceBusyError | NvmlTransientError
 NOT_NOW = (DeviceHeldError, DeviceBusyError, NvmlTransientError)
-"""The errors after which the attempt should call `Waiter.wait`."""
+"""After these errors, call `Waiter.wait`."""
 _CHECK_S = 1.0
-"""How often a waiting attempt checks whether the kubelet has cancelled its call."""
+"""For checks whether the kubelet has cancelled the call."""
 _QUERY_S = 3.0
-"""How many seconds the API server may take to answer one query about a holder."""
+"""For one query about a holder."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitTimeouts:
-    """Wait times in seconds.
-
-    While an attempt waits for a holder, it retries after `recheck_s`, which queries the API server again. While a
-    process uses the device or the NVIDIA driver refuses, it retries every `retry_s`. It stops waiting `last_s` before
-    the deadline, because the last try takes some time, and so does finding the processes on the device. `stop_s` is how
+    """While an attempt waits for a holder, it queries the API server every `recheck_s`; otherwise it retries
+    every `retry_s`. It stops `last_s` before the deadline, because the last try takes time. `stop_s` is how
     long it still waits after `stop`.
     """
 
@@ -79,10 +65,8 @@ class WaitTimeouts:
 
 @dataclass(eq=False)
 class Waiter:
-    """Waits for devices. Thread-safe.
-
-    `on_leaving` is called for each awaited holder that, according to the API server, is about to release its devices.
-    The kubelet may have forgotten such a claim.
+    """Thread-safe. `on_leaving` gets each awaited holder that the API server shows as leaving: the kubelet
+    may have forgotten it.
     """
 
     lookup: ClaimClient
@@ -98,13 +82,10 @@ class Waiter:
         self._stop_by = math.inf
 
     def wake(self) -> None:
-        """Let each waiting attempt check its holders, because a record was removed."""
         self.calls.wake()
 
     def stop(self) -> None:
-        """Give each waiting attempt a few more seconds, because the plugin is being stopped. After that, the attempt
-        fails, and the kubelet retries.
-        """
+        """Give each attempt a few more seconds, because the plugin is being stopped."""
         self._stop_by = self.clock() + self.timeouts.stop_s
         self.wake()
 
@@ -138,17 +119,15 @@ class Waiter:
             _log.info("prepare_waits", claim_uid=attempt.ref.uid, reason=reason)
 
     def _sleep(self, attempt: PrepareAttempt, seconds: float) -> None:
-        """Sleep for up to `seconds`, or until a change that the attempt has not seen."""
         attempt.seen = self.calls.wait(attempt.seen, seconds)
 
     def _has_changed(self, holder: ClaimRecord) -> bool:
-        """Whether the holder's record changed or was removed."""
         return not _is_lost(holder) and self.records.get(holder.ref.uid) != holder
 
     def _leaving(self, attempt: PrepareAttempt, error: DeviceHeldError) -> tuple[Conflict, str]:
-        """Return a holder that is about to release the device, and the reason.
+        """Return a holder that is about to release the device, and why.
 
-        Raises: ClaimRefusedError if too many holders stay, or if the plugin cannot find out.
+        Raises: ClaimRefusedError if too many holders stay, or that is unknown.
         """
         may_stay = len(error.conflicts) - error.enough
         leaving: list[tuple[Conflict, str]] = []
@@ -169,10 +148,7 @@ class Waiter:
         return uid in attempt.leaving or self.calls.is_in_progress("unprepare", uid)
 
     def _why_leaving(self, attempt: PrepareAttempt, conflict: Conflict) -> str | None:
-        """Return why the holder is about to release the device; None if it is not.
-
-        Raises: ClaimRefusedError if the plugin cannot find out.
-        """
+        """Raise ClaimRefusedError if it is unknown whether the holder is leaving."""
         holder = conflict.holder
         if self.calls.is_in_progress("unprepare", holder.ref.uid) or self._has_changed(holder):
             return "is being unprepared"
@@ -204,9 +180,6 @@ class Waiter:
     def _timed_out(
         self, attempt: PrepareAttempt, error: NotNow, conflict: Conflict | None, why: str
     ) -> DraDriverError:
-        """Return the error of an attempt that ran out of time. `why` says why the holder of the `conflict` is
-        leaving.
-        """
         waited = f"waited {self.clock() - (attempt.waits_since or 0.0):.0f} s; the kubelet retries"
         if conflict is None or not isinstance(error, DeviceHeldError):
             kind = NvmlTransientError if isinstance(error, NvmlTransientError) else DeviceBusyError
@@ -223,5 +196,5 @@ class Waiter:
 
 
 def _is_lost(holder: ClaimRecord) -> bool:
-    """Whether the holder's record was lost; then only its CDI spec shows what it holds."""
+    """Whether only the CDI spec shows what the holder has."""
     return not holder.claim.results

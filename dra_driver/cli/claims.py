@@ -1,4 +1,4 @@
-"""`gpu-dra-driver claims`: the prepared claims on this node, their pods and ages."""
+"""`gpu-dra-driver claims`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _ended_lines(receipts: Sequence[Receipt], width: int | None) -> list[str]:
 
 
 def advice_lines(found: Sequence[tuple[str, Advice]], width: int | None) -> Iterator[str]:
-    """Yield the advice for each claim, then why others have none. Each advice has its node, or "" for this node."""
+    """Yield the advice for each claim, then why others have none. `found` has its node, or "" for this node."""
     known = [(node, one) for node, one in found if one.advice != "unknown"]
     if not known:
         yield hanging("", "no receipt shows a claim of ten minutes or more that was idle or too large", width)
@@ -101,7 +101,6 @@ def advice_lines(found: Sequence[tuple[str, Advice]], width: int | None) -> Iter
 
 
 def _failing(one: FailingClaim, width: int | None) -> str:
-    """Return a line such as `team/train  PREPARE FAILING for 10m, 7 tries: why`."""
     tries = "1 try" if one.count == 1 else f"{one.count} tries"
     lasted = age_text(max(0.0, time.time() - one.since))
     head = f"{one.ref.namespace}/{one.ref.name}  {one.operation.upper()} FAILING for {lasted}, {tries}: "
@@ -109,7 +108,6 @@ def _failing(one: FailingClaim, width: int | None) -> str:
 
 
 def _state(claim: PreparedClaim, busy_gpu: str | None) -> Iterator[str]:
-    """Yield `Prepared 3s ago` or what is happening, and then only what is wrong or unknown."""
     if claim.phase == "prepared":
         yield "Prepared" if claim.age_s is None else f"Prepared {age_text(claim.age_s)} ago"
     elif busy_gpu is not None:
@@ -125,7 +123,6 @@ def _state(claim: PreparedClaim, busy_gpu: str | None) -> Iterator[str]:
 
 
 def pods_text(pods: Pods) -> str:
-    """Return `pod a`, `pods a, b, c, d and 12 more`, `no pod`, or `pods unknown`."""
     if pods is None:
         return "pods unknown"
     if not pods:

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver cleanup`: lists pending cleanups, and retries them."""
+"""`gpu-dra-driver cleanup`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver cluster`, also `kubectl gpus`: the cluster's GPUs, their claims, and waiting pods."""
+"""`gpu-dra-driver cluster`, also `kubectl gpus`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TIMEOUT_S = 60.0
 _PAGE = 500
 _PAGE_OF_SLICES = 100
 _FORGOTTEN = 410
-"""HTTP status if listing took so long that the server no longer has the list's resource version."""
+"""Listing took so long that the server no longer has the resource version."""
 _PAGED_TRIES = 3
 _MAX_UNKNOWN = 5
 _GROUP = "/apis/resource.k8s.io/v1"
@@ -128,9 +128,9 @@ def _pods(row: Row) -> str:
 
 
 class _Look:
-    """Reads the cluster. `unknown` lists what could not be read, and why.
+    """`unknown` lists what could not be read, and why.
 
-    `unknown` includes objects that violate the API's rules: an API server rejects them, but a proxy may return them.
+    It includes objects that the API server would reject: a proxy may return them.
     """
 
     def __init__(self, client: ApiClient, driver: str) -> None:
@@ -140,9 +140,8 @@ class _Look:
         self.versions: dict[str, dict[str, str]] = {}
 
     def read(self, *, with_usage: bool) -> tuple[list[Row], Totals]:
-        """Return rows and totals.
-
-        Raises: FatalError that names the missing permission; ApiUnavailableError, ApiRejectedError.
+        """Return rows and totals. Raises: FatalError for a missing permission; ApiUnavailableError,
+        ApiRejectedError.
         """
         driver = self._driver
         of_driver = {"fieldSelector": f"spec.driver={driver}"}
@@ -172,8 +171,10 @@ class _Look:
         limit: int = _PAGE,
         query: dict[str, str] | None = None,
     ) -> list[T]:
-        """Return `seen(object)` for each object. If a page takes too much memory, pages become smaller. If the list
-        expires on the server between two pages, it is read again, at last without paging.
+        """Return `seen(object)` for each object.
+
+        Pages become smaller if one takes too much memory. If the list expires between two pages, it is read again, at
+        last without paging.
         """
         plural, more = path.rpartition("/")[2], {"limit": str(limit)}
         found: list[T] = []
@@ -219,13 +220,10 @@ class _Look:
             )
 
     def advice(self) -> list[tuple[str, Advice]]:
-        """Return the advice of all plugins, each with its node. Raises: as `read`."""
         answers = self._of_plugins("advice is not known", lambda pod: pod.proxy + ADVICE_PATH, advice_of_page)
         return [(node, one) for node, found in answers for one in found]
 
     def _loads(self) -> dict[Slot, Used]:
-        """Return the usage of each claimed device, by pool and device name."""
-
         def parsed(text: str) -> dict[str, Used]:
             found = rules.loads_of(text, self._driver)
             if found is None:
@@ -238,7 +236,7 @@ class _Look:
     def _of_plugins(
         self, unknown: str, path: Callable[[PluginPod], str], parsed: Callable[[str], T]
     ) -> list[tuple[str, T]]:
-        """Return a page of each plugin with its node. Pages that cannot be read are noted: `unknown`, and why."""
+        """Return a page of each plugin with its node. `unknown` introduces notes about unread pages."""
         listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=_PLUGINS)
         pods = [pod for pod in listed if pod is not None]
         if not pods:
@@ -267,7 +265,6 @@ class _Look:
 
 
 def _explained(error: ApiRejectedError, resource: str) -> Exception:
-    """Return the error with a remedy."""
     if error.status == 401:
         return FatalError(
             "the API server does not accept these credentials; they may have expired: log in again"

@@ -1,4 +1,4 @@
-"""The commands of `gpu-dra-driver`. A command's module is imported when it is called."""
+"""A command's module is imported when it is called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.model.schema import Choice
 
 DAEMONS = ("run", "mps-host")
-"""Commands that run until they are stopped."""
 _PROGRAM = "gpu-dra-driver"
 _EXIT_USAGE = 2
 
@@ -34,7 +33,6 @@ def _completion(given: argparse.Namespace) -> None:
 
 
 def _complete_values(parser: argparse.ArgumentParser, files: object) -> None:
-    """Set the completions of all flag values: words, or files."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for child in action.choices.values():

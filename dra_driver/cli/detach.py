@@ -1,4 +1,4 @@
-"""`gpu-dra-driver detach`: closes NVML on this node for a while."""
+"""`gpu-dra-driver detach`."""
 
 from __future__ import annotations
 
@@ -69,11 +69,9 @@ def _seconds(duration: str) -> int:
 def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force: bool) -> str:
     """Close NVML in every instance of gpu-dra-driver on this node for `seconds`; returns a text for the user.
 
-    Claims on `gpus` prevent this; if `gpus` is empty, any claim does.
-
-    Raises: ClaimsInTheWayError, unless `force`; InvalidConfigError for an unknown GPU; NvmlInUseError if an
-    instance does not close NVML; DeviceBusyError while a maintenance claim keeps NVML closed, also with `force`: its
-    pod relies on the time; StateError.
+    Raises: ClaimsInTheWayError if a claim uses one of `gpus` (if empty, any GPU), unless `force`; InvalidConfigError
+    for an unknown GPU; NvmlInUseError if an instance does not close NVML; DeviceBusyError while a maintenance claim
+    keeps NVML closed, also with `force`: its pod relies on the time; StateError.
     """
     machine = CommandMachine(settings)
     chosen = chosen_gpus(machine, gpus) if gpus and not force else None
@@ -108,10 +106,9 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
 
 
 def chosen_gpus(machine: CommandMachine, names: Sequence[str]) -> frozenset[str]:
-    """Return the UUIDs of the named GPUs, including lost ones.
+    """Return the UUIDs of the named GPUs, including lost ones. Raises: InvalidConfigError.
 
-    NVML is opened only for names that are missing from the files, because a GPU may hang. Raises:
-    InvalidConfigError.
+    NVML is opened only for names that the files lack, because a GPU may hang.
     """
     known, inventory = known_gpus(machine), None
     with suppress(InvalidConfigError):
@@ -124,9 +121,7 @@ def chosen_gpus(machine: CommandMachine, names: Sequence[str]) -> frozenset[str]
 
 
 def known_gpus(machine: CommandMachine) -> Mapping[str, str]:
-    """Return the UUIDs known from files of the plugin and the NVIDIA driver, by device name, PCI bus ID and
-    UUID.
-    """
+    """Return UUIDs from files, by device name, PCI bus ID and UUID."""
     known: dict[str, str] = {}
     state = machine.state()
     for record in state.records:
@@ -144,7 +139,6 @@ def known_gpus(machine: CommandMachine) -> Mapping[str, str]:
 
 
 def attach_node(settings: Settings) -> str:
-    """End a detachment. Raises: StateError."""
     detachments = CommandMachine(settings).detachments
     was = detachments.detached()
     detachments.end()

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver device-classes`: prints DeviceClasses for the MIG profiles of a machine or a fleet."""
+"""`gpu-dra-driver device-classes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver doctor`: checks what the node needs and the health of its GPUs, and suggests remedies."""
+"""`gpu-dra-driver doctor`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def doctor(given: Namespace) -> int:
 
 
 _LAST = ("OK", "SKIP", "WARN", "FAIL")
-"""Problems come last, where people look first."""
 
 
 def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> None:
@@ -97,11 +96,11 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> 
 
 _API_TIMEOUT_S = 4.0
 _NVML_WAIT_S = 4.0
-"""Less than half the time limit of a check, so that checks can show saved state even if NVML hangs."""
+"""Less than half the time limit of a check, so that checks can show saved state if NVML hangs."""
 
 
 def doctor_checks(settings: Settings) -> list[Check]:
-    """Return all checks of `doctor`, from the host to the cluster."""
+    """Return all checks, from the host to the cluster."""
     machine = CommandMachine(settings)
     snapshot = NodeSnapshot(machine)
     # NVML is opened only once: in one process, closing one session would shut down the other.

@@ -1,6 +1,4 @@
-"""Commands as data: their argparse parsers, and their flags' values from the command line and the
-environment.
-"""
+"""Commands as data: argparse parsers, and flag values from the command line and the environment."""
 
 from __future__ import annotations
 
@@ -36,7 +34,6 @@ CLUSTER_KUBECONFIG = Flag(
 
 
 def of_run(*names: str) -> tuple[Flag, ...]:
-    """Return flags of `run` by name, for commands that share them."""
     return tuple(FLAGS[name] for name in names)
 
 
@@ -44,16 +41,13 @@ OF_NODE = of_run(
     "driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "nvidia_driver_root",
     "container_driver_root", "simulate", "simulator_dir", "device_names", "http_endpoint",
 )  # fmt: skip
-"""Shared by several commands that read the plugin's state on a node."""
 
 
 def switch(name: str, help_text: str, *spelled: str) -> Flag:
-    """Return a flag without a value."""
     return Flag(name, help_text, Scalar(bool), spelled, env=(), default=False)
 
 
 def usual_kubeconfig() -> str | None:
-    """Return kubectl's default kubeconfig; None if there is none, as in a pod."""
     if named := os.environ.get("KUBECONFIG", "").strip(os.pathsep):
         return named
     usual = Path("~/.kube/config").expanduser()
@@ -61,8 +55,6 @@ def usual_kubeconfig() -> str | None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with one-sentence errors, and help as wide as the terminal."""
-
     def __init__(
         self, prog: str, about: str, usage: str, *, help_column: int = _HELP_COLUMN, **more: Any
     ) -> None:
@@ -86,8 +78,6 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpText(argparse.HelpFormatter):
-    """Keeps paragraphs, and names flags as users type them."""
-
     def __init__(self, prog: str, *, help_column: int) -> None:
         width = min(shutil.get_terminal_size().columns, _WIDEST)
         super().__init__(prog, max_help_position=help_column, width=width)
@@ -109,12 +99,10 @@ class _HelpText(argparse.HelpFormatter):
 
 @dataclass(frozen=True)
 class Command:
-    """A command, or a group of `commands` by name. Its help shows `about` after the summary; `examples` are
-    arguments. The help of the command above lists it under `title`.
+    """A command, or a group of `commands` by name. Its help shows `about` after the summary.
 
-    `act` runs it with the values of its flags and returns the exit code (None for 0). A `module` of `cli`
-    provides everything except the summary: FLAGS, EXAMPLES, COMMANDS, and a function of the module's name whose
-    docstring is `about`.
+    A `module` of `cli` provides everything except the summary: FLAGS, EXAMPLES, COMMANDS, and a function of the
+    module's name whose docstring is `about`.
     """
 
     summary: str
@@ -127,7 +115,6 @@ class Command:
     title: str = "Commands"
 
     def loaded(self) -> Command:
-        """Return the command with the content of its module."""
         if not self.module:
             return self
         module = importlib.import_module(f"dra_driver.cli.{self.module}")
@@ -137,7 +124,6 @@ class Command:
         return Command(self.summary, self.about or act.__doc__ or "", flags, act, commands, examples=examples)
 
     def parser(self, prog: str, *, is_whole: bool = False) -> Parser:
-        """Return the parser of this command; with `is_whole`, including all commands below it."""
         column = max((len(name) + 4 for name in self.commands), default=_HELP_COLUMN)
         parser = Parser(prog, *self._texts(), help_column=column)
         if self.examples:
@@ -189,7 +175,6 @@ def _add(parser: Parser, flag: Flag) -> None:
 
 
 def _help(flag: Flag) -> str:
-    """Return the flag's help: description, range, default and environment variables."""
     parts = [flag.help or ""]
     if isinstance(flag.kind, Scalar) and flag.kind.type in (int, float):
         bounds = [(flag.kind.least, "from"), (flag.kind.most, "to")]
@@ -207,7 +192,6 @@ def _called(flag: Flag) -> str:
 
 
 def _kind(flag: Flag) -> str:
-    """Return the placeholder of the value in the help."""
     if flag.metavar is not None:
         return flag.metavar
     if isinstance(flag.kind, Choice):
@@ -224,8 +208,7 @@ def read(
 ) -> argparse.Namespace:
     """Return the value of each flag by name. `faults` are the errors in flags and variables, by flag.
 
-    A flag overrides its environment variable. Raises: InvalidConfigError for arguments that argparse rejects;
-    SystemExit for --help.
+    A flag overrides its environment variable. Raises: InvalidConfigError for what argparse rejects.
     """
     found, unknown = parser.parse_known_intermixed_args(arguments)
     faults: dict[str, str] = {}
@@ -265,7 +248,7 @@ def _value(flag: Flag, found: Mapping[str, Any], environ: Mapping[str, str], fau
 
 
 def _typed(flag: Flag, text: Any) -> Any:
-    """Convert a number or a switch; other texts are returned unchanged, and validated later."""
+    """Leave invalid texts unchanged; they are validated later."""
     kind = flag.kind.type if isinstance(flag.kind, Scalar) else str
     if kind is bool and isinstance(text, str):
         word = text.strip().lower()
@@ -277,7 +260,6 @@ def _typed(flag: Flag, text: Any) -> Any:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return a suggestion in brackets for a misspelt word; empty if there is none."""
     import difflib
 
     found = difflib.get_close_matches(word, [*known], 1)

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver inspect`: prints the slices that this machine would publish, without a cluster."""
+"""`gpu-dra-driver inspect`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ from dra_driver.slices.rules.build import Taints, build_pool, none_withheld, unt
 from dra_driver.slices.rules.diff import Owner, slice_changes
 
 WIDTH = 100
-"""The maximum width of a drawing."""
 _WIDEST_CELL = 18
 _MAX_SLICES = 16
 
@@ -133,7 +132,6 @@ def inspect(given: Namespace) -> None:
 
 
 def _names(device: JsonObject) -> set[str]:
-    """Return all names of a device and, for a MIG device, of its GPU."""
     name, attributes = str(device["name"]), device.get("attributes", {})
     keys = ("index", "uuid", "resource.kubernetes.io/pciBusID", "parentIndex", "parentUUID")
     return {
@@ -144,17 +142,16 @@ def _names(device: JsonObject) -> set[str]:
 
 
 class OwnershipUnknownError(StateError):
-    """It is unknown which of the machine's MIG devices gpu-dra-driver created."""
+    """It is unknown which MIG devices gpu-dra-driver created."""
 
 
 def slices_to_publish(
     machine: CommandMachine, *, is_empty: bool = False
 ) -> tuple[list[JsonObject], list[str], Inventory]:
-    """Return the slices that `run` would publish on this machine, notes about deviations from the configuration, and
-    the machine's devices.
+    """Return the slices that `run` would publish here, notes, and the inventory.
 
-    An empty machine has healthy devices, no claims, no pending cleanup, and no MIG devices that were created
-    for claims.
+    An empty machine has healthy devices, no claims, no pending cleanup, and no MIG devices that were created for
+    claims.
 
     Raises: NvmlUnavailableError; for an empty machine OwnershipUnknownError.
     """
@@ -194,10 +191,7 @@ def slices_to_publish(
 def _kept_taints(
     machine: CommandMachine, state: NodeState
 ) -> tuple[Taints, Callable[[OfferedDevice], bool], list[str]]:
-    """Read the plugin's files; return functions for the taints of a device and whether it is withdrawn, and notes.
-
-    Does not check whether the API server supports taints.
-    """
+    """Return functions for a device's taints and whether it is withdrawn, and notes."""
     settings = machine.settings
     states = {entry.target: entry for entry in state.health.states}
     instances = instances_by_device(state.owned)
@@ -227,9 +221,7 @@ def _kept_taints(
 
 
 def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
-    """Return the MIG profiles of this machine's GPUs without duplicates, and read errors. Raises:
-    NvmlUnavailableError.
-    """
+    """Return MIG profiles, and read errors. Raises: NvmlUnavailableError."""
     with ExitStack() as session:
         CommandMachine(settings).open_nvml(session)
         profiles, faults = read_machine_profiles()
@@ -237,11 +229,9 @@ def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
 
 
 def mig_maps(machine: CommandMachine, session: ExitStack) -> tuple[list[GpuMap], list[str]]:
-    """Return the content of the drawings, for GPUs in MIG mode or with MIG on demand, and read errors.
+    """Return the drawings' content, and notes. Raises: NvmlUnavailableError.
 
     NVML stays open until `session` is closed, because reopening it after its last client takes seconds.
-
-    Raises: NvmlUnavailableError.
     """
     inventory = machine.open_nvml(session).read_inventory()
     notes = [*unread(inventory), *waiting_for_mig_mode(inventory, machine.is_on_demand)]
@@ -258,10 +248,7 @@ def mig_maps(machine: CommandMachine, session: ExitStack) -> tuple[list[GpuMap],
 
 
 def draw_gpus(maps: Iterable[GpuMap], width: int | None = None) -> str:
-    """Return the drawings of several GPUs, separated by empty lines, for a terminal of `width` columns.
-
-    Equal GPUs that no one uses share one drawing.
-    """
+    """Draw equal unused GPUs once."""
     alike: dict[GpuMap, list[str]] = {}
     for entry in maps:
         is_free = not entry.instances and entry.whole_owner is None
@@ -271,7 +258,7 @@ def draw_gpus(maps: Iterable[GpuMap], width: int | None = None) -> str:
 
 
 def draw_gpu(entry: GpuMap, width: int | None = None) -> str:
-    """Return a headline, the memory slices, a line for each instance, and the free room.
+    """Return the drawing of a GPU.
 
     0           1           2           3
     +-----------+-----------+-----------------------+
@@ -293,7 +280,6 @@ def draw_gpu(entry: GpuMap, width: int | None = None) -> str:
 
 
 def _boxes(entry: GpuMap, width: int) -> list[str]:
-    """Return the slice numbers and a row of boxes; empty if they would be too wide."""
     if not 0 < entry.memory_slices <= _MAX_SLICES:
         return []
     pitch = min(_WIDEST_CELL, (width - 1) // entry.memory_slices)
@@ -308,7 +294,6 @@ def _boxes(entry: GpuMap, width: int) -> list[str]:
 
 
 def _row(entry: GpuMap) -> Iterator[tuple[int, str, str]]:
-    """Yield the boxes from left to right: width in slices, title, IDs. Each free slice is a separate box."""
     if entry.whole_owner is not None and not entry.instances:
         yield entry.memory_slices, "whole GPU", ""
         return

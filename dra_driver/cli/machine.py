@@ -1,4 +1,4 @@
-"""The machine on which a command other than `run` works, with or without a running plugin."""
+"""The machine on which a command works, with or without a running plugin."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 _HANGS_S = 5.0
 _WAKES_S = 40.0
 SIMULATED_S = 60.0
-"""Nothing wakes up on a simulated machine, but on a busy host each call takes longer."""
+"""On a busy host each call takes longer."""
 _IS_SIMULATED = "NVML is simulated: this host is busy, or `gpu-dra-driver simulate fault` made a call hang"
 _SHOWS_WHY = "`dmesg | grep -i nvrm` on the node shows why"
 
@@ -55,26 +55,22 @@ class CommandMachine:
         self.load_nvml = self.detachments.guarded(platform.load_nvml)
 
     def is_on_demand(self, gpu: Gpu) -> bool:
-        """Whether MIG devices are created on demand on a GPU."""
         return self.settings.on_demand is not None and self.settings.on_demand(gpu)
 
     def state(self) -> NodeState:
-        """Read the plugin's state from its files."""
         settings = self.settings
         specs = CdiDirectory(settings.cdi_root, settings.driver_name)
         return read_state(settings.plugin_directory, self.boot_id, specs)
 
     def ledger(self) -> Ledger:
-        """Return the plugin's ledgers as they are on disk. `state` reports the files that cannot be read."""
         directory = self.settings.plugin_directory
         records = RecordStore(directory / "claims", self.boot_id, reader=lambda _unread: None)
         return Ledger(directory / LEDGER, records, self.boot_id, reader=lambda _unread: None)
 
     def cards(self, gpus: Sequence[Gpu], selected: Callable[[Gpu], bool] | None = None) -> tuple[Card, ...]:
-        """Return the GPUs for virtual machines that the settings (or `selected`) select, and those that the
-        plugin has bound.
+        """Return the cards that the settings (or `selected`) select or the plugin has bound. Raises: StateError.
 
-        `gpus` are the GPUs that NVML lists. Raises: StateError.
+        `gpus` are those that NVML lists.
         """
         wanted = selected or self.settings.for_virtual_machines
         try:
@@ -85,13 +81,12 @@ class CommandMachine:
             raise
 
     def cards_under_vfio(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
-        """Return all cards bound to a vfio driver, selected or not. Raises: StateError."""
         if not any(is_vfio(gpu.driver) for gpu in self.sysfs.gpus()):
             return ()
         return tuple(card for card in self.cards(gpus, lambda _gpu: True) if card.is_bound)
 
     def nvml_reader(self, on_demand: Callable[[Gpu], bool]) -> NvmlReader:
-        """Return an NVML reader that is not opened yet, and names GPUs like the plugin."""
+        """Return an NVML reader that is not open yet."""
 
         def names() -> Mapping[str, str]:
             return held_gpu_names(self.state().known_records)
@@ -112,13 +107,10 @@ class CommandMachine:
 
 
 def answered(settings: Settings, read: Callable[[], T]) -> T:
-    """Return the result of `read`, which reads from NVML. Waits at most `_HANGS_S`; for a simulated machine
-    `SIMULATED_S`.
+    """Return the result of `read`, which reads from NVML. Raises: the errors of `read`; NotAnsweredError.
 
-    If the plugin is not running, NVML may first have to wake each GPU, which takes seconds for each. In that case,
-    this prints the reason on stderr, and waits `_WAKES_S` more.
-
-    Raises: the errors of `read`; NotAnsweredError.
+    If the plugin is not running, NVML may take seconds to wake each GPU. This then prints the reason and waits
+    longer.
     """
     is_simulated = settings.simulate is not None
     try:
@@ -140,5 +132,4 @@ def answered(settings: Settings, read: Callable[[], T]) -> T:
 
 
 def unread(inventory: Inventory) -> list[str]:
-    """Return the read errors of an inventory as sentences."""
     return [f"{fault.subject}: {fault.text}" for fault in inventory.faults]

@@ -1,4 +1,4 @@
-"""The entry points of `gpu-dra-driver`. Expected errors are one line and an exit code, not a traceback."""
+"""The entry points. Expected errors are one line and an exit code."""
 
 from __future__ import annotations
 
@@ -42,16 +42,12 @@ def main(arguments: Sequence[str] | None = None, called: str | None = None) -> N
 
 
 def kubectl_gpus() -> None:
-    """Run `kubectl gpus`, or `kubectl gpus top NODE`."""
     words = sys.argv[1:]
     main(words if words[:1] == ["top"] else ["cluster", *words], "kubectl gpus")
 
 
 def _top_of(words: Sequence[str]) -> None:
-    """Run `top` in the plugin's pod on a node, through kubectl and with the user's context.
-
-    Raises: DraDriverError if there is no such pod.
-    """
+    """Run `top` in the plugin's pod on a node."""
     if not words or words[0].startswith("-"):
         raise InvalidConfigError("no node is named; use kubectl gpus top NODE [FLAGS of top]")
     node, *flags = words
@@ -78,9 +74,7 @@ def _top_of(words: Sequence[str]) -> None:
 
 
 def _open_what_is_closed() -> None:
-    """Reopen closed standard streams. After `>&-`, sys.stdout is None, and the next opened file would become
-    descriptor 1.
-    """
+    """After `>&-`, sys.stdout is None, and the next opened file would become descriptor 1."""
     for number, name, flags in (
         (0, "stdin", os.O_RDONLY),
         (1, "stdout", os.O_WRONLY),

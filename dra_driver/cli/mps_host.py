@@ -1,4 +1,4 @@
-"""`gpu-dra-driver mps-host`: supervises the MPS control daemons of a node."""
+"""`gpu-dra-driver mps-host`."""
 
 from __future__ import annotations
 
@@ -132,15 +132,11 @@ def _serve(tools: HostTools, watch: SignalWatch) -> None:
 
 
 def _driver_root(host: str | None, inside: str | None) -> str:
-    """Return the driver root as this process sees it: the container's path, unless only the host's path exists."""
     container, root = inside or _CONTAINER_ROOT, host or "/"
     return root if Path(root).is_dir() and not Path(container).is_dir() else container
 
 
 def _simulated_root(name: str, directory: str | None) -> tuple[str, DeviceNodeMaker]:
-    """Return the host root of the simulated machine, and its node maker. This process or `run` creates the machine,
-    whichever starts first.
-    """
     from dra_driver.simulator import SimulatedDeviceNodes, create_machine
 
     machine = create_machine(name, Path(directory or DEFAULT_SIMULATOR_DIR))

@@ -1,8 +1,4 @@
-"""Reads this node for `top`, `claims`, `doctor` and `cleanup`: NVML, the plugin's records and saved health, the MPS
-host.
-
-It does not wait for a call that hangs.
-"""
+"""Reads this node for several commands, without waiting for a call that hangs."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ _LOOK_EVERY_S = 0.3
 
 @dataclass(eq=False)
 class NodeSnapshot:
-    """Reads the node of a machine repeatedly. NVML stays open between reads; `close` closes it."""
+    """Reads the node repeatedly. NVML stays open between reads."""
 
     machine: CommandMachine
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -74,7 +70,6 @@ class NodeSnapshot:
         self._mps = MpsHostFiles(mps_layout(machine.settings.plugin_directory))
 
     def close(self) -> None:
-        """Close NVML, unless it hangs."""
         if not self._facts.is_running:
             self.nvml.session.close()
 
@@ -111,7 +106,6 @@ class NodeSnapshot:
         )
 
     def read_inventory(self) -> Inventory:
-        """Return all GPUs that NVML lists. Raises: DraDriverError if NVML does not answer."""
         # While the node is detached, gpu-dra-driver has closed NVML, and this process must not keep it open.
         if self._is_open and self.machine.detachments.problem() is not None:
             self.nvml.session.close()
@@ -126,7 +120,7 @@ class NodeSnapshot:
     def read_gpus(self, inventory: Inventory) -> NvmlFacts:
         """Return what NVML reports for the GPUs of a fresh inventory.
 
-        Raises: DraDriverError if NVML does not answer; the next read then reopens it.
+        Raises: DraDriverError; the next read then reopens NVML.
         """
         loads: dict[str, GpuLoad] = {}
         polled: dict[str, PolledHealth] = {}
@@ -163,7 +157,6 @@ class NodeSnapshot:
 
 
 def prepared_claims(settings: Settings) -> NodeClaims:
-    """Return the claims on this node, from its files, and the failing claims that the plugin reports."""
     # A simulated machine has its own boot ID. It is read directly, because creating the platform would repair
     # the machine.
     proc = "/proc" if settings.simulator_dir is None else f"{settings.simulator_dir}/root/proc"
@@ -176,9 +169,9 @@ def prepared_claims(settings: Settings) -> NodeClaims:
 
 
 def _running(state: NodeState, locks: GpuLocks) -> Mapping[str, str]:
-    """Return a GPU on which an operation runs, for each claim that is being prepared, by claim UID.
+    """Return a busy GPU for each claim that is being prepared, by claim UID.
 
-    A claim of an earlier boot has no running operation, because nothing has begun for it in this boot.
+    Nothing has begun in this boot for a claim of an earlier boot.
     """
     with suppress(StateError):
         return {
@@ -191,10 +184,8 @@ def _running(state: NodeState, locks: GpuLocks) -> Mapping[str, str]:
 
 
 def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingCleanup], Sequence[str]]:
-    """Return the pending cleanups and read errors. With `now`, all cleanups are retried first: by the plugin, or by
-    this process if no plugin works on the node.
-
-    Raises: StateError if this process lacks the permissions to retry them.
+    """Return the pending cleanups and read errors. With `now`, the plugin, or this process if no plugin works on the
+    node, first retries all cleanups. Raises: StateError.
     """
     machine, directory = CommandMachine(settings), settings.plugin_directory
     state = machine.state()
@@ -216,7 +207,6 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
 
 
 def _cleaned(machine: CommandMachine, settings: Settings) -> tuple[Sequence[PendingCleanup], Collection[str]]:
-    """Retry all cleanups in this process; return what is left, and the GPUs on which a step still runs."""
     directory = settings.plugin_directory
     boot = machine.sysfs.this_boot()
     records = RecordStore(directory / "claims", boot)

@@ -1,4 +1,4 @@
-"""The output formats of commands: tables and texts that fit the terminal, JSON, YAML."""
+"""Tables and texts that fit the terminal, JSON, YAML."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ if TYPE_CHECKING:
 
 _WIDE = 1 << 16
 _MIN_TEXT = 24
-"""The minimum width of a text after a prefix, and of a table's last column while another column can be dropped."""
+"""Minimum width of a text after a prefix, and of a table's last column while another column can be dropped."""
 _MIN_LAST, _MIN_NAME = 12, 8
-"""The minimum widths of the last column and the others if no column can be dropped."""
+"""Minimum widths of the last column and the others if no column can be dropped."""
 _DEEPER = 4
 _STYLES = {
     "ok": "green", "information": "cyan", "degraded": "yellow", "unhealthy": "bold red", "lost": "bold red",
     "unknown": "bold red", "ready": "green", "starting": "cyan", "failed": "bold red", "fault": "bold red",
 }  # fmt: skip
-"""The style of a cell, by its first word."""
 
 
 def table(
     columns: Mapping[str, int], rows: Iterable[Sequence[object]], width: int | None
 ) -> list[RenderableType]:
-    """Return a table with a line for each row; empty without rows. `width` is the terminal's width; None means
-    unlimited.
+    """Return a table; empty without rows. `width` None means unlimited.
 
-    If the table is too wide, the columns with the highest numbers are dropped first; columns with 0 stay. A column
-    whose title ends with `?` is also dropped if it is empty. The last column is wrapped between words. What still
-    does not fit is shortened, from right to left, and ends with `…`.
+    If the table is too wide, columns with the highest numbers are dropped first, except those with 0. A column whose
+    title ends with `?` is also dropped if it is empty. The last column is wrapped. Then columns are shortened, from
+    right to left.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -60,7 +58,7 @@ def table(
             del sizes[title]
 
     def lacks(least: int) -> int:
-        """Return how much the other columns are too wide if the last has `least`, or its whole size."""
+        """Return how much the columns are too wide if the last has `least`."""
         *others, last = sizes.values()
         return sum(others) + 2 * len(others) + min(last, least) - room
 
@@ -88,7 +86,6 @@ def table(
 
 
 def drawn(picture: Iterable[RenderableType], width: int | None, *, is_colored: bool = False) -> Iterator[str]:
-    """Return the lines of a picture for a terminal of `width` columns; None for a pipe."""
     from rich.console import Group
 
     text = io.StringIO()
@@ -97,7 +94,6 @@ def drawn(picture: Iterable[RenderableType], width: int | None, *, is_colored: b
 
 
 def console(file: IO[str] | None, width: int | None, *, is_colored: bool) -> Console:
-    """Return a rich console that does not interpret markup."""
     from rich.console import Console
 
     return Console(
@@ -115,10 +111,9 @@ def console(file: IO[str] | None, width: int | None, *, is_colored: bool) -> Con
 
 
 def hanging(prefix: str, text: str, width: int | None) -> str:
-    """Return the text after its prefix, wrapped and indented to the prefix; None as width means one line.
+    """Return the text after its prefix, wrapped and indented to it; on one line without a width.
 
-    If the prefix leaves too little room, the text begins on a new line. Words are never broken, so paths, names
-    and commands can be copied.
+    Words are never broken, so that paths and commands can be copied.
     """
     prefix, words = printable(prefix), [printable(word) for word in text.split()]
     line = (prefix + " ".join(words)).rstrip()
@@ -149,7 +144,6 @@ _EACH_GPU = "gpu-*"
 
 
 def value_of(entry: JsonObject | None) -> str:
-    """Return the value of an attribute as text; `-` if it is missing."""
     if not entry:
         return "-"
     value = next(iter(entry.values()))
@@ -157,10 +151,9 @@ def value_of(entry: JsonObject | None) -> str:
 
 
 def device_table(devices: Iterable[JsonObject], width: int | None) -> Iterator[str]:
-    """Yield the lines of a table with one row per device, those with taints first.
+    """Yield the lines of a table of devices, those with taints first.
 
-    MIG devices on demand of one profile share a row, even across GPUs that are otherwise equal, because there
-    are dozens per GPU.
+    MIG devices on demand of one profile share a row, even across otherwise equal GPUs: there are dozens per GPU.
     """
     rows, starts = [_row(device) for device in devices], dict[str, list[int]]()
     for row in filter(_is_on_demand, rows):
@@ -183,7 +176,6 @@ def _is_on_demand(row: Sequence[str]) -> bool:
 
 
 def _common(rows: Sequence[Sequence[str]], starts: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
-    """Return the row of the MIG devices of one profile, on one or several GPUs."""
     gpus = [*dict.fromkeys(row[0].partition("-mig-")[0] for row in rows)]
     stem = rows[0][0].rpartition("-")[0]
     first, *others = found = sorted(starts[stem])
@@ -223,15 +215,12 @@ def _row(device: JsonObject) -> tuple[str, ...]:
 
 
 def terminal_width(*, all_columns: bool = False) -> int | None:
-    """Return the terminal's width; None for a pipe, or if all columns are requested."""
     if all_columns or not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size().columns
 
 
 class Output(StrEnum):
-    """The formats of output."""
-
     table = "table"
     wide = "wide"
     json = "json"
@@ -239,21 +228,17 @@ class Output(StrEnum):
 
     @property
     def is_for_people(self) -> bool:
-        """Whether the output is a table or text. `wide` shows every column at full length on any terminal."""
+        """`wide` shows every column at full length."""
         return self in (Output.table, Output.wide)
 
 
 class Color(StrEnum):
-    """When to use colour."""
-
     auto = "auto"
     always = "always"
     never = "never"
 
     def is_on(self) -> bool:
-        """Whether to use colour: with auto, on a terminal that is not dumb, unless NO_COLOR is set
-        (no-color.org).
-        """
+        """Follow no-color.org."""
         if self is not Color.auto:
             return self is Color.always
         return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
@@ -266,7 +251,6 @@ _COLORS = {
 
 
 def colored(status: str, line: str, *, is_on: bool) -> str:
-    """Return the line with its leading status coloured."""
     return f"{_COLORS[status]}{status}\x1b[0m{line.removeprefix(status)}" if is_on else line
 
 
@@ -284,9 +268,6 @@ OUTPUT = Flag(
 
 
 def answer(output: Output, lines: Callable[[int | None], Iterable[str]], content: Callable[[], Any]) -> None:
-    """Print the lines for people, at the terminal's width (None: unlimited); otherwise the content as JSON or
-    YAML.
-    """
     if output.is_for_people:
         print("\n".join(lines(terminal_width(all_columns=output is Output.wide))))
     else:
@@ -294,7 +275,6 @@ def answer(output: Output, lines: Callable[[int | None], Iterable[str]], content
 
 
 def print_object(content: Any, output: Output) -> None:
-    """Print an object as JSON or YAML. Tuples become lists."""
     if output is Output.json:
         print(json.dumps(content, indent=2))
     else:
@@ -305,9 +285,6 @@ def print_object(content: Any, output: Output) -> None:
 
 
 def print_objects(objects: list[dict[str, Any]], output: Output) -> None:
-    """Print Kubernetes objects: a List in JSON, or several YAML documents, in which texts of several lines are block
-    texts, as a person would write them.
-    """
     if output is Output.json:
         print_object({"apiVersion": "v1", "kind": "List", "items": objects}, output)
         return

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver run`: the daemon."""
+"""`gpu-dra-driver run`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dra_driver.app.settings import GATES, Flag, resolve
 from dra_driver.model.schema import Scalar
 
 _IGNORED = ("namespace", "image_name", "image_pull_secrets", "image_pull_policy", "service_account_name")
-"""Flags of NVIDIA's own DRA driver that are accepted without effect, so that its manifests still work."""
+"""Accepted, so that manifests of NVIDIA's own DRA driver still work."""
 
 FLAGS = (
     *SETTINGS.values(),
@@ -80,16 +80,12 @@ def run(given: Namespace) -> None:
 
 
 _CHANGES_BEHAVIOUR = {
-    "feature_gates": f"only the feature gates {' and '.join(GATES)} have an effect here; all other features are "
-    "on"
+    "feature_gates": f"only {' and '.join(f'{gate}=true' for gate in GATES)} have an effect; the plugin ignores all "
+    "other feature gates"
 }
 
 
 def _warn_ignored(given: Mapping[str, Any]) -> None:
-    """Warn about a flag that has no effect but that a user may rely on.
-
-    Flags that only concern the Deployments of NVIDIA's own DRA driver are ignored silently.
-    """
     import structlog
 
     log = structlog.get_logger(__name__)

@@ -25,10 +25,9 @@ from dra_driver.model.dataclass import replace
 
 @contextmanager
 def scratch_directory(purpose: str) -> Iterator[str]:
-    """Yield the path of a new directory, which is removed at the end, even if a thread still writes to it or a signal
-    arrives. Directories that killed commands left are removed first.
+    """Yield a new directory. It is removed at the end, even if a thread still writes to it or a signal arrives.
 
-    Raises: FatalError if it cannot be created.
+    Also removes directories that killed commands left. Raises: FatalError.
     """
     try:
         _remove_left_ones(Path(tempfile.gettempdir()))
@@ -49,9 +48,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory. Retries while a thread that was left behind adds files; such a thread does not create the
-    directory again.
-    """
+    """Retry while a thread that was left behind adds files; such a thread does not create the directory again."""
     former = {}
     if threading.current_thread() is threading.main_thread():
         former = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
@@ -69,12 +66,11 @@ def _remove(directory: Path) -> None:
 _PREFIX = "gpu-dra-tmp-"
 """Short, because the directory contains sockets of MPS daemons, and a socket path has at most 106 bytes."""
 _YOUNG_S = 60.0
-"""A younger directory may not be locked yet: commands lock their directory just after they create it."""
+"""A younger directory may not be locked yet."""
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
-    """Yield whether this process holds the lock of a directory. The lock ends with the process."""
     descriptor = os.open(directory, os.O_RDONLY)
     is_mine = True
     try:
@@ -88,7 +84,6 @@ def _locked(directory: Path) -> Iterator[bool]:
 
 
 def _remove_left_ones(where: Path) -> None:
-    """Remove directories of killed commands, which no process has locked."""
     for left in where.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if left.is_dir() and time.time() - left.stat().st_mtime > _YOUNG_S:
@@ -101,10 +96,9 @@ def _remove_left_ones(where: Path) -> None:
 def scratch_settings(
     purpose: str, given: Mapping[str, Any], config: Path | None, log_level: str = "critical"
 ) -> Iterator[Settings]:
-    """Configure logs for people, and yield settings as from `resolve`.
+    """Configure logs for people, and yield settings. Raises: like `resolve`; FatalError.
 
-    By default the node has the name of this machine. A simulated machine without a directory of its own is kept in a
-    new one, without saved state of the plugin. Raises: like `resolve`; FatalError.
+    A simulated machine without a directory is created in a new one, without saved state of the plugin.
     """
     configure_logs(log_level, "console")
     settings = resolve(given, config, {"node_name": this_machine()})
@@ -119,9 +113,8 @@ def scratch_settings(
 
 
 def node_settings(given: Namespace) -> Settings:
-    """Configure logs for people, and return the settings of a command for this node.
-
-    Raises: like `resolve`; StateError if the simulated machine does not exist.
+    """Configure logs for people, and return the settings. Raises: like `resolve`; StateError if the simulated
+    machine does not exist.
     """
     configure_logs("critical", "console")
     settings = resolve(vars(given), given.config, {"node_name": "this-node"})
@@ -135,5 +128,4 @@ def node_settings(given: Namespace) -> Settings:
 
 
 def this_machine() -> str:
-    """Return the default name of the node: the host's name, made valid as a node name."""
     return re.sub(r"[^a-z0-9.-]+", "-", socket.gethostname().lower()).strip("-.") or "this-node"

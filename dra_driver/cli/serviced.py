@@ -1,4 +1,4 @@
-"""`gpu-dra-driver serviced`: records that a GPU was reset or replaced."""
+"""`gpu-dra-driver serviced`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ _POLL_S = 0.1
 
 
 def serviced_gpu(settings: Settings, name: str) -> str:
-    """Make the plugin clear the reasons of a GPU that wait for a reset, and wait until they are cleared; returns a
-    text for the user.
+    """Wait until the plugin has cleared the reasons of a GPU that wait for a reset; returns a text for the user.
 
-    Raises: InvalidConfigError for an unknown GPU; RetryableError if the plugin is not running, or does not clear the
-    reasons; PermanentError if no reason waits for a reset; StateError.
+    Raises: InvalidConfigError for an unknown GPU; RetryableError if the plugin does not run, or does not clear them;
+    PermanentError if there are none; StateError.
     """
     machine = CommandMachine(settings)
     [uuid] = chosen_gpus(machine, [name])
@@ -79,7 +78,6 @@ def serviced_gpu(settings: Settings, name: str) -> str:
 
 
 def _reasons(machine: CommandMachine, uuid: str) -> Sequence[Reason]:
-    """Return the reasons of the GPU and of its instances."""
     return [
         reason
         for state in machine.state().health.states

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver simulate`: creates simulated machines, and simulates faults and changes on them."""
+"""`gpu-dra-driver simulate`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dra_driver.model.schema import Scalar
 
 _LONGEST_S = 365 * 86400.0
 _DROPPED = {"uuid": 3, "minor": 2, "model": 1}
-"""Columns that are dropped on a narrow terminal, the highest number first."""
 
 _DIRECTORY = Flag(
     "directory",
@@ -43,10 +42,8 @@ def _option(name: str, help_text: str, kind: type = str, **more: Any) -> Flag:
 
 
 def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Callable[[Namespace], None]:
-    """Return a function that prints the result of a function of `simulate_commands`: lines or a table.
-
-    The function receives the machine and the command's flags by name. With `said`, `function` is the name of a method
-    of the machine, which `done` calls.
+    """Return a function that prints what a function of `simulate_commands`, or with `said` a method of the machine,
+    returns.
     """
 
     def act(given: Namespace) -> None:
@@ -106,7 +103,6 @@ def _does(
     held_by: str = "",
     **fixed: Any,
 ) -> Command:
-    """Return a command for a machine. The command calls `function`; `_calls` finds a function by its name."""
     act = _calls(function, said, held_by, **fixed) if isinstance(function, str) else function
     return Command(summary, about, (*flags, _DIRECTORY), act, examples=(example,))
 

@@ -1,6 +1,4 @@
-"""Reads the plugin's files and the problems that it reports, from another process. Does not create, rename or lock
-files.
-"""
+"""Reads the plugin's files and the problems that it reports. Does not create, rename or lock files."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ from dra_driver.reporting.node_problems import WORKER_LOCK, Reported, read_probl
 from dra_driver.reporting.node_problems import decode as decode_problems
 
 _ANSWER_S = 0.5
-"""The plugin runs on the same node, so it answers within milliseconds unless the node is in trouble."""
 _LONGEST = 1 << 22
 NOT_RUNNING = (
     "gpu-dra-driver is not running on this node, so pods with GPUs can neither start nor terminate here; "
@@ -51,7 +48,7 @@ def is_only_simulated(settings: Settings) -> bool:
 
 
 def plugin_runs(directory: Path) -> bool:
-    """Whether the plugin is running; False if this cannot be determined. `directory` is the plugin's."""
+    """Return False if this cannot be determined."""
     try:
         return UseMark(directory / WORKER_LOCK).is_held()
     except StateError:
@@ -59,11 +56,9 @@ def plugin_runs(directory: Path) -> bool:
 
 
 def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
-    """Return the node's problems and the failing claims as the plugin reports them. A missing plugin is itself
-    a problem.
+    """Return what the plugin reports. A missing plugin is itself a problem.
 
-    `directory` is the plugin's; `http_endpoint` is its HTTP address, empty if it has none. The plugin's
-    answer is preferred to its file, which is outdated while the disk is full.
+    An answer from `http_endpoint` is preferred to the file, which is outdated while the disk is full.
     """
     answered = _plugin_answer(http_endpoint)
     if answered is not None:
@@ -79,7 +74,6 @@ def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
 
 
 def _plugin_answer(http_endpoint: str) -> Reported | None:
-    """Return the plugin's answer; None if it does not answer."""
     if not http_endpoint:
         return None
     try:
@@ -108,8 +102,8 @@ def read_state(
 ) -> NodeState:
     """Read everything that can be read. A missing directory counts as empty.
 
-    With `boot_id` None, records are returned as written, and all pending cleanups and saved health count as from this
-    boot. Without `specs`, pending cleanup of claims with unreadable records is left out.
+    With `boot_id` None, all pending cleanups and saved health count as from this boot. Without `specs`, pending
+    cleanup of claims with unreadable records is left out.
     """
     faults: list[str] = []
     claims, ledgers = (plugin_directory / name for name in ("claims", LEDGER))
@@ -147,7 +141,6 @@ def read_state(
 
 
 def _without_record(records: RecordStore, specs: CdiDirectory | None) -> Collection[str]:
-    """Return the UIDs of claims that have an unreadable record and have not ended."""
     if specs is None:
         return {path.name.partition(".json")[0] for path in records.quarantined()}
     return SpecsWithoutRecord(records, specs).uids()
@@ -164,7 +157,6 @@ def _read_layouts(path: Path, faults: list[str]) -> Sequence[GpuLayout]:
 
 
 def _read_health(path: Path, boot_id: str | None) -> tuple[SavedHealth, tuple[str, ...]]:
-    """Return the health that the plugin saved in this boot, and problems with its file. The file is not changed."""
     try:
         kept, saved_at = decode(read_plain(path)), path.stat().st_mtime
     except FileNotFoundError:
@@ -180,7 +172,6 @@ def _read_health(path: Path, boot_id: str | None) -> tuple[SavedHealth, tuple[st
 
 
 def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClaims:
-    """Return the prepared claims on this node, from its state, the CDI specs, and the files that were set aside."""
     specs: Mapping[str, Sequence[str]] | None = None
     problems = [*state.faults, *([BOOT_UNKNOWN] if state.records and state.boot_id is None else ())]
     try:
@@ -197,11 +188,7 @@ def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClai
 
 
 def set_aside_files(settings: Settings) -> list[Path]:
-    """Return the files that gpu-dra-driver renamed because they were unreadable, or had the name of one of its
-    files.
-
-    An unreadable directory counts as empty.
-    """
+    """Return files that gpu-dra-driver renamed: unreadable ones, or those with the name of one of its files."""
     found: list[Path] = []
     places = ["", "claims", LEDGER, "locks", "mps", f"{METADATA}/*/*"]
     globs = [(settings.plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]

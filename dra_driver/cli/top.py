@@ -1,4 +1,4 @@
-"""`gpu-dra-driver top`: a live view of the node's GPUs, their claims and their health."""
+"""`gpu-dra-driver top`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WAIT_ONCE_S = 25.0
 """If NVML has no other client it wakes every GPU first, which takes seconds each. A GPU that hangs takes 15 s."""
 _WAIT_LIVE_S = 2.0
 _WAIT_FIRST_S = 0.3
-"""The first screen appears after this time, even if NVML hangs or is still waking GPUs."""
+"""The first screen appears after this time, even if NVML hangs."""
 _MIB = 1 << 20
 _SAMPLES = 12
 _LEVELS = " .:-=+*#%@"
@@ -115,11 +115,10 @@ def node_picture(
     text: str = "",
     history: Mapping[str, Sequence[int]] | None = None,
 ) -> list[RenderableType]:
-    """Return the whole view: GPUs, problems, claims, pods, MPS daemons.
+    """Return the whole view.
 
-    `order` sorts the GPUs: busiest first by memory or utilisation, worst first by health; `memory` also sorts the
-    pods. `text` is the search text: a GPU or claim that is the only match is shown in detail. `history` has the
-    utilisations of each GPU in percent, by device name, newest last.
+    `order` sorts the GPUs: busiest or worst first; `memory` also sorts the pods. The only match of the search `text`
+    is shown in detail. `history` has utilisations in percent by device name, newest last.
     """
     sections = [
         [_head(view, width), *_problems(view)],
@@ -144,7 +143,6 @@ def _text(text: str, style: str = "") -> RenderableType:
 
 
 def _head(view: NodeView, width: int | None) -> RenderableType:
-    """Return the title. On a narrow terminal it leaves out the DRA driver's name, then versions."""
     nvidia = f"NVIDIA driver {view.nvidia_version or 'unknown'}"
     cuda = f"CUDA {view.cuda_version}" if view.cuda_version else None
     parts = [view.node, nvidia, cuda, view.driver, view.taken_at]
@@ -196,19 +194,17 @@ def _gpu(gpu: SeenGpu, history: Sequence[int], holdings: Iterable[Holding]) -> l
 
 
 def _fraction(load: GpuLoad | None) -> float | None:
-    """Return the fraction of memory in use."""
     if load is None or load.memory_used_bytes is None or not load.memory_total_bytes:
         return None
     return load.memory_used_bytes / load.memory_total_bytes
 
 
 def _word(severity: str) -> str:
-    """Return the severity, in capitals if it needs attention: it then stands out even without colours."""
+    """Write what needs attention in capitals, so that it stands out without colours."""
     return severity.upper() if severity in ("degraded", "unhealthy", "lost", "unknown") else severity
 
 
 def _details(view: NodeView) -> Iterator[RenderableType]:
-    """Yield the details of a GPU or claim that is the only match of the search."""
     if len(view.gpus) == 1:
         gpu = view.gpus[0]
         shown = [gpu.name, gpu.uuid, gpu.product, gpu.pci_bus_id, f"MIG {gpu.mode}" if gpu.mode else None]
@@ -244,7 +240,6 @@ def _reason_text(reason: SeenReason) -> str:
 
 
 def _why(view: NodeView, unknown: Sequence[str]) -> str:
-    """Return why the health of GPUs is unknown."""
     if view.unwatched is not None:
         return f"{view.unwatched}."
     for problem in view.problems:
@@ -284,7 +279,6 @@ def _since(seconds: float | None, unknown: str = "unknown") -> str:
 
 
 def _pods(view: NodeView, width: int | None, order: Order) -> list[RenderableType]:
-    """Return memory and utilisation of each pod, and of each process outside pods."""
     of_pods: dict[object, list[SeenProcess]] = {}
     for process in view.processes:
         of_pods.setdefault(process.pod or process.pid, []).append(process)
@@ -293,7 +287,7 @@ def _pods(view: NodeView, width: int | None, order: Order) -> list[RenderableTyp
         return sum(one.memory_bytes or 0 for one in processes)
 
     def percent(processes: Iterable[SeenProcess]) -> int | None:
-        """Return the mean over the GPUs; None if one of the values is unknown."""
+        """Return None if a value is unknown."""
         of_gpus: dict[str, list[int | None]] = {}
         for one in processes:
             of_gpus.setdefault(one.gpu, []).append(one.utilisation_percent)
@@ -339,9 +333,7 @@ def _mps(view: NodeView, width: int | None) -> list[RenderableType]:
 
 @dataclass
 class Screen:
-    """The state of the screen. Key presses change it. `first` is the top line; `typing` means that keys edit
-    the search text.
-    """
+    """`first` is the top line; `typing`: keys edit the search text."""
 
     order: Order = "index"
     text: str = ""
@@ -364,7 +356,6 @@ class Screen:
     def picture(
         self, view: NodeView, console: Console, history: Mapping[str, Sequence[int]]
     ) -> RenderableType:
-        """Return the lines from `first` on, and the keys below them, in the size of the terminal."""
         from rich.console import Group
         from rich.segment import Segment, Segments
 
@@ -384,7 +375,6 @@ class Screen:
 
 
 def _run_live(snapshot: NodeSnapshot, interval_s: float, screen: Screen, *, is_colored: bool) -> None:
-    """Draw until q, Ctrl-C or SIGTERM, then restore the terminal."""
     from rich.live import Live
 
     terminal, wait_nvml_s = console(None, None, is_colored=is_colored), _WAIT_FIRST_S
@@ -433,7 +423,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _typed(keys: int | None, wait_s: float) -> str | None:
-    """Return the keys typed within `wait_s` seconds; None if there are none, and q if the terminal is gone."""
+    """Return the keys typed within `wait_s` seconds; q if the terminal is gone."""
     ready, _, _ = select.select([] if keys is None else [keys], [], [], wait_s)
     if not ready or keys is None:
         return None

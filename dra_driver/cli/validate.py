@@ -1,4 +1,4 @@
-"""`gpu-dra-driver validate`: checks claims and configurations, and whether they fit a machine."""
+"""`gpu-dra-driver validate`."""
 
 from __future__ import annotations
 
@@ -101,9 +101,7 @@ def validate(given: Namespace) -> int:
 
 
 class _Tried(NamedTuple):
-    """The machines to check against, a sentence about them, the driver's name, and the keys of taints that the plugin
-    sets with the effect NoExecute.
-    """
+    """`evicting` has the keys of the plugin's taints with the effect NoExecute."""
 
     machines: Sequence[MachineFit]
     sentence: str
@@ -176,7 +174,7 @@ def _print(
 
 
 def machine_to_try(machine: CommandMachine) -> tuple[MachineFit | None, str]:
-    """Return the machine against which `validate` checks claims (None if there is none), and a sentence about it.
+    """Return the machine, if any, and a sentence about it.
 
     Raises: NvmlUnavailableError if a simulated machine has no NVML.
     """
@@ -210,7 +208,6 @@ def machine_to_try(machine: CommandMachine) -> tuple[MachineFit | None, str]:
 
 
 def gpus_for_layouts(machine: CommandMachine, inventory: Inventory) -> list[MigGpu]:
-    """Return the machine's GPUs in PCI order, with their possible MIG profiles."""
     from dra_driver.nvml.mig_changes import MigHardware
 
     found = []
@@ -228,7 +225,6 @@ def gpus_for_layouts(machine: CommandMachine, inventory: Inventory) -> list[MigG
 
 
 def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping[int, tuple[str, ...]]]:
-    """Return the settings in documents that are configuration files, and their faults by document number."""
     values: JsonObject = {}
     faults: dict[int, tuple[str, ...]] = {}
     for number, document in enumerate(documents):

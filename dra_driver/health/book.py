@@ -1,7 +1,7 @@
 """The health of all GPUs: the states, their history, and the file that stores them.
 
 Any thread may record observations. The lock is never held during an NVML call, disk access or a callback, so a hang
-affects only its own GPU or component. A separate thread writes the file.
+affects only its own GPU or component.
 """
 
 from __future__ import annotations
@@ -40,23 +40,17 @@ _log = structlog.get_logger(__name__)
 _WRITE_AGAIN_S = 5.0
 FRESH_S = 30.0
 OVERDUE_S = 30.0
-"""An NVML call that takes longer counts as hanging, although a call that waits for the GPU's system processor can
-take up to 60 s.
-"""
+"""A longer NVML call counts as hanging, although one that waits for the GPU's system processor may take 60 s."""
 
 
 class HealthThread(BackgroundWorker):
-    """A thread that watches health. After an unexpected error it continues `again_s` seconds later."""
-
     def __init__(self, name: str, work: Callable[[], float], again_s: float) -> None:
         super().__init__(name, work, lambda _error: again_s)
 
 
 @dataclass(eq=False)
 class HealthBook:
-    """The health states of a node. Without `serviced`, administrators cannot report that a GPU was serviced.
-
-    Several threads call `on_shown` after each visible change, and when the health of a GPU is known again, and
+    """Several threads call `on_shown` after each visible change, and when the health of a GPU is known again, and
     `on_transition` after each new entry of the history. Both must not block.
     """
 
@@ -83,15 +77,12 @@ class HealthBook:
         self.writer = HealthThread("health-file", self.write, _WRITE_AGAIN_S)
 
     def states(self) -> HealthStates:
-        """Return all states by target."""
         return self._states
 
     def state(self, target: HealthTarget) -> HealthState:
-        """Return the state of a target."""
         return self._states.get(target) or HealthState(target)
 
     def now(self) -> int:
-        """Return the time in whole seconds since 1970."""
         return int(self.clock())
 
     def answered_at(self, gpu_uuid: str) -> int | None:
@@ -100,12 +91,10 @@ class HealthBook:
         return None if answer is None else answer[0]
 
     def is_fresh(self, gpu_uuid: str) -> bool:
-        """Whether the GPU answered recently enough for its state to be valid."""
         answer = self._answers.get(gpu_uuid)
         return answer is not None and self.monotonic() - answer[1] <= FRESH_S
 
     def answered(self, gpu_uuid: str) -> None:
-        """Record that the GPU has just answered a poll."""
         is_news = not self.is_fresh(gpu_uuid)
         self._answers[gpu_uuid] = (self.now(), self.monotonic())
         if is_news:
@@ -113,7 +102,6 @@ class HealthBook:
             self.on_shown()
 
     def take(self, observed: Mapping[HealthTarget, Sequence[Observation]]) -> None:
-        """Apply observations to the states, report the changes, and trigger a write of the file."""
         now, changes = self.now(), []
         with self._guard:
             states = dict(self._states)
@@ -138,7 +126,6 @@ class HealthBook:
             self.history.add(change)
 
     def note_xid(self, target: HealthTarget, number: int) -> None:
-        """Record an Xid that is not a fault of the GPU."""
         severity = self.state(target).severity
         self.history.note(
             HealthChange(target, self.now(), severity, severity, xid_text(number, Severity.INFORMATION))
@@ -158,7 +145,6 @@ class HealthBook:
         )
 
     def forget(self, gpu_uuids: Collection[str]) -> None:
-        """Drop everything known about GPUs that were removed, and report their removal."""
         if not gpu_uuids:
             return
         with self._guard:
@@ -180,7 +166,6 @@ class HealthBook:
             )
 
     def restore(self) -> None:
-        """Load the states that an earlier run saved, before anything is observed. A failure is logged."""
         try:
             kept = self.store.load()
         except StateError as error:
@@ -198,7 +183,6 @@ class HealthBook:
             self.driver_version = kept.driver_version
 
     def write(self) -> float:
-        """Write the file if its content has changed. Returns the seconds until the next call."""
         self._take_serviced()
         known = tuple(sorted(uuid for uuid in tuple(self._answers) if self.is_fresh(uuid)))
         try:
@@ -214,9 +198,7 @@ class HealthBook:
         return _WRITE_AGAIN_S
 
     def _take_serviced(self) -> None:
-        """Apply administrators' reports. Runs in the writer's thread, because no other health thread may wait
-        for the disk.
-        """
+        """Run in the writer's thread, because no other health thread may wait for the disk."""
         try:
             times = {} if self.serviced is None else self.serviced.times()
         except StateError:
@@ -233,8 +215,7 @@ class HealthBook:
 class HealthHistory:
     """The last changes of each GPU, and its Xid counts.
 
-    `on_transition` is called with each new change, and with repeated changes from or to a state that keeps pods
-    away.
+    `on_transition` is called with each new change, and with repeated changes from or to a state that keeps pods away.
     """
 
     def __init__(self, on_transition: Callable[[HealthChange], None]) -> None:
@@ -249,7 +230,6 @@ class HealthHistory:
             return tuple(self._changes.get(gpu_uuid, ()))
 
     def xid_counts(self) -> Mapping[tuple[str, int], int]:
-        """Return how often each GPU UUID reported each Xid."""
         with self._guard:
             return dict(self._xids)
 
@@ -258,7 +238,6 @@ class HealthHistory:
             self._xids[gpu_uuid, number] += 1
 
     def forget(self, gone: HealthChange) -> None:
-        """Report that a GPU was removed, and drop its history."""
         with self._guard:
             self._changes.pop(gone.target.gpu_uuid, None)
             for key in [key for key in self._xids if key[0] == gone.target.gpu_uuid]:
@@ -266,22 +245,18 @@ class HealthHistory:
         self._publish(gone)
 
     def add(self, change: HealthChange) -> None:
-        """Record, log and report a change of a state.
-
-        A slowdown that comes and goes is recorded and reported only once. Changes from or to a bad state are
-        always reported.
-        """
+        """Record a change of a state. A slowdown that comes and goes is reported only once."""
         is_known = self._keep(change)
         if not is_known or max(change.before, change.after) >= Severity.DEGRADED:
             self._publish(change)
 
     def note(self, event: HealthChange) -> None:
-        """Like `add`, for an event that changed nothing. Repeated events are reported only once."""
+        """Record an event that changed nothing. Repeated events are reported only once."""
         if not self._keep(event):
             self._publish(event)
 
     def _keep(self, change: HealthChange) -> bool:
-        """Record a change; returns whether it repeats an earlier one. A repetition replaces the earlier entry."""
+        """Return whether the change repeats an earlier one, whose entry it replaces."""
         with self._guard:
             entries = self._changes.setdefault(change.target.gpu_uuid, deque(maxlen=_KEPT))
             same = next((kept for kept in entries if _is_same(kept, change)), None)
@@ -300,7 +275,6 @@ class HealthHistory:
 
 
 def change_between(before: HealthState, after: HealthState, now: int) -> HealthChange:
-    """Return the history entry for a change of state."""
     known = {reason.name: reason.text for reason in before.reasons}
     active = {reason.name: reason.text for reason in after.reasons}
     came = [text for name, text in active.items() if known.get(name) != text]
@@ -312,12 +286,10 @@ def change_between(before: HealthState, after: HealthState, now: int) -> HealthC
 
 
 def _short(reason: Reason) -> str:
-    """Return the reason's text without its remedy, which no longer matters."""
     return {LOST: "GPU lost", XID: f"Xid {reason.value}"}.get(reason.key, reason.text)
 
 
 def _is_same(kept: HealthChange, change: HealthChange) -> bool:
-    """Whether both entries are equal, apart from the time and the number of repetitions."""
     return kept == replace(change, at=kept.at, times=kept.times)
 
 

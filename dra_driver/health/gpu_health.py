@@ -1,9 +1,7 @@
-"""The health of the node's GPUs: which GPUs are watched, what the kubelet receives, and which taints devices
-get.
+"""The health of the node's GPUs: which GPUs are watched, what the kubelet receives, and which taints devices get.
 
-The kubelet shows the health of devices in the status of pods. It considers a device unknown if it has not
-received an update for a while, so the stream sends all devices again at intervals. Each message is built from the
-last poll of the GPU: if the monitor hangs in the NVIDIA driver, devices become unknown instead of staying healthy.
+The kubelet considers a device unknown if it has not received an update for a while, so the stream sends all devices
+again at intervals. If the monitor hangs in the NVIDIA driver, devices become unknown instead of staying healthy.
 """
 
 from __future__ import annotations
@@ -48,10 +46,7 @@ _MAX_MESSAGE = 1024
 
 @dataclass(eq=False)
 class HealthStream:
-    """Streams the health of all `devices` to any number of subscribers, each in its own gRPC thread.
-
-    `instances` returns the MIG devices that were created on demand, by device name.
-    """
+    """Streams the health of all `devices` to any number of subscribers, each in its own gRPC thread."""
 
     pool: str
     book: HealthBook
@@ -64,20 +59,17 @@ class HealthStream:
         self._stopped = False
 
     def changed(self) -> None:
-        """Send all devices to every subscriber at once, because devices or their health may have changed."""
         with self._turn:
             self._changes += 1
             self._turn.notify_all()
 
     def stop(self) -> None:
-        """End all streams."""
         with self._turn:
             self._stopped = True
             self._turn.notify_all()
 
     def watch(self, _request: Any, context: Any) -> Iterator[v1.NodeWatchResourcesResponse]:
-        """NodeWatchResources: yield all devices now, after each change, and at intervals, until the caller
-        disconnects.
+        """NodeWatchResources: yield all devices now, after each change, and at intervals.
 
         A slow subscriber may miss intermediate states, but never the last one.
         """
@@ -89,7 +81,6 @@ class HealthStream:
                 self._turn.wait_for(partial(self._is_due, seen, context), _RESEND_S)
 
     def snapshot(self) -> v1.NodeWatchResourcesResponse:
-        """Return all published devices with their current health."""
         states, instances = self.book.states(), self.instances()
         return v1.NodeWatchResourcesResponse(
             devices=[
@@ -129,11 +120,8 @@ class HealthStream:
 
 
 class GpuHealth:
-    """`monitor` watches the GPUs, `book` keeps their states, and `stream` reports the states to the kubelet.
-
-    `under_vfio` returns the UUIDs of the GPUs that are, or will soon be, bound to vfio; NVML may not list
-    them. `ledger` has the MIG devices that were created on demand. Several threads call `on_shown` after each visible
-    change, `on_transition` after each new entry of the history, and `on_polled` after each poll.
+    """`under_vfio` returns the UUIDs of the GPUs that are, or will soon be, bound to vfio. Several threads call the
+    callbacks.
     """
 
     def __init__(
@@ -169,25 +157,22 @@ class GpuHealth:
         self.stream = HealthStream(node_name, self.book, self.devices, self.instances)
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return the problems of GPUs that do not respond or whose health is unknown, and of the health file."""
         inventory = self._discovery.latest()
         found = self.monitor.problems({} if inventory is None else inventory.gpu_names)
         return [*found, *self.book.store.problems()]
 
     def devices_changed(self) -> None:
-        """Handle a change of the inventory."""
         self.monitor.devices_changed()
         self.stream.changed()
 
     def mig_changed(self, action: MigAction, *_: object) -> None:
-        """Handle a MIG change: an instance may be gone, or a new MIG mode ended NVML's event registrations."""
+        """Note that an instance may be gone, or that a new MIG mode ended NVML's event registrations."""
         if action in ("mode-on", "mode-off"):
             self.monitor.devices_changed()
         if any(target.is_instance for target in self.book.states()):
             self._health_changed()
 
     def instances(self) -> Mapping[str, MadeInstance]:
-        """Return the MIG devices that were created on demand, by device name."""
         return instances_by_device(self._ledger.details(OwnedInstance))
 
     def taints(
@@ -196,10 +181,6 @@ class GpuHealth:
         layouts: Mapping[str, GpuLayout],
         limits: TaintLimits = NEWEST_TAINTS,
     ) -> Taints:
-        """Return a function that returns the current taints of a device, within the API server's limits.
-
-        `pending` returns what withholds a device; `layouts` are the MIG layouts of GPUs, by UUID.
-        """
         states, instances = self.book.states(), self.instances()
         policy = replace(self.taint_policy, limits=limits)
         return lambda device: device_taints(
@@ -207,7 +188,6 @@ class GpuHealth:
         )
 
     def _health_changed(self) -> None:
-        """Notify the stream and the publisher of a visible change."""
         self.stream.changed()
         self._on_shown()
 
@@ -223,6 +203,5 @@ class GpuHealth:
         return {gpu.uuid: gpu.pci_bus_id for gpu in inventory.every_gpu if gpu.uuid not in taken}
 
     def devices(self) -> Collection[OfferedDevice]:
-        """Return the devices of the latest discovery."""
         inventory = self._discovery.latest()
         return () if inventory is None else inventory.by_name.values()

@@ -4,9 +4,9 @@
       ├─ EventListener, one thread                  ├──▶ HealthBook ──▶ publisher, streams, reports
       └─ a GpuPoller for each GPU, one PollThread ──┘         └──▶ one thread that writes the file
 
-Readers use snapshots and never wait. The monitor creates the listener and the pollers. Its own thread makes no NVML
-calls: it creates and drops the pollers, and detects that an operation of the plugin, a poll, or the wait for events
-hangs. While a poll takes long, there are as many poll threads as GPUs, so that every other GPU is still polled.
+The monitor's own thread makes no NVML calls: it creates and drops the pollers, and detects that an operation of the
+plugin, a poll, or the wait for events hangs. While a poll takes long, there are as many poll threads as GPUs, so that
+every other GPU is still polled.
 """
 
 from __future__ import annotations
@@ -47,24 +47,21 @@ _LATE_S = 1.0
 _SHORTEST_PAUSE_S = 0.1
 """GPUs that are due at nearly the same time are polled together."""
 _WAIT_S = 1.0
-"""Also the maximum time for which discovery waits before it can reopen NVML."""
+"""Also how long discovery may wait before it can reopen NVML."""
 _EVENTS_AT_ONCE = 64
 
 
 @dataclass(eq=False)
 class Monitor(HealthThread):
-    """Watches the GPUs.
-
-    A GPU that was removed (pulled, drained, or given to another driver) is forgotten after a while:
+    """A GPU that was removed (pulled, drained, or given to another driver) is forgotten after a while.
 
         watched ──not in `gpus`──▶ missing ──its place is empty or taken for ten minutes──▶ forgotten
          ▲                          │
          └────────it is back────────┘     a lost GPU that is still on the bus stays lost
 
-    `gpus` returns the PCI bus IDs of the GPUs to watch, by UUID; None while they are unknown. `is_on_bus` returns
-    whether the NVIDIA driver is bound to a PCI bus ID. `hanging` returns the plugin's current operation on each GPU,
-    by UUID, and its start on the monotonic clock. `on_polled` is called with the result of each poll. Several threads
-    call these functions, which must not block.
+    `gpus` returns the PCI bus IDs of the GPUs to watch, by UUID; None while they are unknown. `hanging` returns the
+    plugin's current operation on each GPU, by UUID, and its start on the monotonic clock. Several threads call the
+    functions, which must not block.
     """
 
     book: HealthBook
@@ -88,11 +85,6 @@ class Monitor(HealthThread):
         super().__init__("health", self.turn, _CHECK_EVERY_S)
 
     def problems(self, names: Mapping[str, str]) -> Sequence[NodeProblem]:
-        """Return problems for GPUs that do not respond, and for watched GPUs whose health has not been read for
-        30 s.
-
-        `names` are the known device names by UUID.
-        """
         return list(self._problems(names))
 
     def _problems(self, names: Mapping[str, str]) -> Iterator[NodeProblem]:
@@ -117,7 +109,6 @@ class Monitor(HealthThread):
                 )
 
     def start(self) -> None:
-        """Load the saved states and start the threads. A failed load is logged, and the states are then empty."""
         self.book.restore()
         self._is_started = True
         self.book.writer.start()
@@ -125,7 +116,6 @@ class Monitor(HealthThread):
         super().start()
 
     def stop(self) -> bool:
-        """Like `leave`, then `close`."""
         self.leave()
         return self.close()
 
@@ -137,9 +127,7 @@ class Monitor(HealthThread):
             self.book.write()
 
     def close(self) -> bool:
-        """Wait for the threads that read NVML; returns whether all have ended. One that hangs in the NVIDIA driver is
-        left behind.
-        """
+        """Wait for the threads that read NVML; returns whether all have ended. A hanging one is left behind."""
         until = time.monotonic() + self.join_s
         has_ended = self.wait_ended(self.join_s)
         for worker in (self.listener, *self._poll_threads):
@@ -150,14 +138,10 @@ class Monitor(HealthThread):
         return has_ended
 
     def devices_changed(self) -> None:
-        """Register all GPUs again and poll them at once, because GPUs or MIG devices changed."""
         self.wake()
         self.listener.renew()
 
     def turn(self) -> float:
-        """Watch the current GPUs, forget removed ones, and check for hangs. Returns the seconds until the next
-        turn.
-        """
         gpus, now = self.gpus(), self.monotonic()
         self._watched_since = {uuid: self._watched_since.get(uuid, now) for uuid in gpus or ()}
         if gpus is None:
@@ -171,7 +155,6 @@ class Monitor(HealthThread):
         return _CHECK_EVERY_S
 
     def check_for_hangs(self) -> None:
-        """Record which operations hang, which hangs have ended, and which NVML calls do not return."""
         now = self.monotonic()
         ended = {
             target: (Hanging(),) for target, state in self.book.states().items() if state.has(UNRESPONSIVE)
@@ -191,21 +174,19 @@ class Monitor(HealthThread):
         self.listener.check_for_hang()
 
     def _lost(self) -> set[str]:
-        """Return the lost GPUs, which are watched until they are back, even if discovery no longer lists them."""
+        """Return the lost GPUs, which are watched even if discovery no longer lists them."""
         return {
             target.gpu_uuid for target, state in self.book.states().items() if state.severity == Severity.LOST
         }
 
     def is_watched(self, gpu_uuid: str) -> bool:
-        """Whether the GPU should be polled now. False if another driver has just taken it."""
+        """Return False if another driver has just taken the GPU."""
         gpus = self.gpus() or {}
         is_lost = self.book.state(HealthTarget(gpu_uuid)).severity == Severity.LOST
         return gpu_uuid in gpus or (is_lost and bool(gpus))
 
     def _watch(self, gpu_uuids: set[str]) -> None:
-        """Create and drop pollers. A poller that hangs stays until its call returns, so that no second call is
-        made.
-        """
+        """Create and drop pollers. A poller that hangs stays until its call returns, so that no second call is made."""
         pollers = {}
         for uuid, poller in self.pollers.items():
             poller.is_over |= uuid not in gpu_uuids
@@ -229,7 +210,6 @@ class Monitor(HealthThread):
             thread.wake()
 
     def _keep_polling(self) -> None:
-        """Keep one poll thread running, or one for each GPU while a poll takes long."""
         if not self._is_started or self.is_stopping:
             return
         is_late = any(thread.is_late() for thread in self._poll_threads)
@@ -275,7 +255,7 @@ def _display_name(name: str, uuid: str) -> str:
 
 
 class PollThread(HealthThread):
-    """Polls the monitor's GPUs when they are due, except those that another thread is polling."""
+    """Polls the GPUs that are due, except those that another thread is polling."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
@@ -284,12 +264,10 @@ class PollThread(HealthThread):
         super().__init__("health-polls", self.turn, _SHORTEST_PAUSE_S)
 
     def is_late(self) -> bool:
-        """Whether the poll of a GPU takes long."""
         since = self._polling_since
         return since is not None and time.monotonic() - since >= _LATE_S
 
     def turn(self) -> float:
-        """Poll all GPUs that are due. Returns the seconds until the next turn."""
         pause_s = math.inf
         try:
             for poller in self._monitor.pollers.values():
@@ -303,8 +281,6 @@ class PollThread(HealthThread):
 
 
 class EventListener(HealthThread):
-    """Waits for NVML's events, and passes each event to the poller of its GPU."""
-
     def __init__(self, book: HealthBook, source: HealthSource) -> None:
         self._book, self._source = book, source
         self._pollers: Mapping[str, GpuPoller] = {}
@@ -315,23 +291,20 @@ class EventListener(HealthThread):
         super().__init__("health-events", lambda: self.turn(_WAIT_S), _WAIT_S)
 
     def watch(self, pollers: Mapping[str, GpuPoller]) -> None:
-        """Pass events to these pollers from now on, by GPU UUID."""
         self._pollers = pollers
         self.wake()
 
     def renew(self) -> None:
-        """Register and poll all GPUs again, because GPUs, MIG devices or MIG modes changed."""
         self._refresh.set()
         self.wake()
 
     def check_for_hang(self) -> None:
-        """Record a call that does not return. Called by another thread; makes no NVML calls."""
+        """Record a call that does not return. Makes no NVML calls."""
         since = self._calling_since
         if since is not None and self._book.monotonic() - since >= OVERDUE_S:
             self._set_events_problem(f"NVML's wait for events has not returned for {OVERDUE_S:.0f} s")
 
     def turn(self, wait_s: float) -> float:
-        """Wait for events and pass them on. Returns the seconds until the next turn."""
         pollers = self._pollers
         if not pollers:
             return math.inf  # `watch` wakes the thread
@@ -347,7 +320,6 @@ class EventListener(HealthThread):
         return wait_s
 
     def _open(self, pollers: Iterable[GpuPoller]) -> None:
-        """Raise NvmlUnavailableError, RetryableError."""
         if not self._refresh.is_set() and self._source.set_number() is not None:
             return
         self._refresh.clear()
@@ -368,7 +340,6 @@ class EventListener(HealthThread):
             poller.poll_soon()
 
     def _receive(self, pollers: Mapping[str, GpuPoller], wait_s: float) -> float:
-        """Raise NvmlUnavailableError, RetryableError."""
         wait = wait_s
         for _ in range(_EVENTS_AT_ONCE):
             self._calling_since = self._book.monotonic()

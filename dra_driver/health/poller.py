@@ -1,7 +1,6 @@
 """Watches one GPU: registers for its events, reads its MIG devices and polls its health.
 
-At most one thread at a time makes NVML calls for a GPU, and a thread whose call hangs is replaced
-(`health/monitor.py`), so a call that hangs affects no other GPU.
+At most one thread at a time makes NVML calls for a GPU, and `health/monitor.py` replaces a thread whose call hangs.
 """
 
 from __future__ import annotations
@@ -43,20 +42,15 @@ _log = structlog.get_logger(__name__)
 
 _POLL_EVERY_S = 10.0
 _RARE_EVERY_S = 50.0
-"""How often rarely changing values are queried. They are also queried in the first poll, after an event, and in
-each poll while the GPU should get no new work or a query fails. The documentation promises that faults show
-within a minute.
+"""How often rarely changing values are queried, except in the first poll, after an event, and while the GPU should get
+no new work or a query fails. The documentation promises that faults show within a minute.
 """
 _MAX_EVENTS = 256
 _NOT_FOUND = PolledHealth(failed=frozenset({"handle"}), answered=False)
-"""A poll that could not find the GPU."""
 
 
 class GpuPoller:
-    """Watches one GPU, while `is_watched` returns True, until `is_over` is set.
-
-    `on_polled` is called with the result of each poll, and `on_due` when a turn is due at once.
-    """
+    """Watches one GPU until `is_over` is set. `on_due` is called when a turn is due at once."""
 
     def __init__(
         self,
@@ -86,18 +80,14 @@ class GpuPoller:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a turn is in progress."""
         return self._turn.locked()
 
     def poll_soon(self) -> None:
-        """Register the GPU in the newest event set if necessary, and poll it."""
         self._due = self._rare_due = 0.0
         self._on_due()
 
     def turn(self) -> float:
-        """Poll the GPU if a poll is due. Returns the seconds until the next turn; math.inf if another thread is polling
-        the GPU.
-        """
+        """Return the seconds until the next turn; math.inf if another thread polls the GPU."""
         if self.is_over or not self._turn.acquire(blocking=False):
             return math.inf
         try:
@@ -123,7 +113,7 @@ class GpuPoller:
             self._calling_since = None
 
     def check_for_hang(self) -> None:
-        """Record a turn that does not end. Called by another thread; makes no NVML calls."""
+        """Record a turn that does not end. Makes no NVML calls."""
         since = self._calling_since
         if since is None:
             return
@@ -138,9 +128,7 @@ class GpuPoller:
             )
 
     def on_event(self, event: HealthEvent) -> None:
-        """Record an event of the GPU, and poll the GPU if necessary. Called by the event thread; makes no NVML
-        calls.
-        """
+        """Record an event, in the event thread. Makes no NVML calls."""
         if event.gpu_instance_id is not None:
             self._events.append(event)
             self.poll_soon()
@@ -148,13 +136,11 @@ class GpuPoller:
             self.poll_soon()
 
     def set_events_problem(self, problem: str | None) -> None:
-        """Set the `problem` that blocks the events of all GPUs; None if events can be received."""
         if problem != self._events_problem:
             self._events_problem = problem
             self._take_monitored()
 
     def _register(self) -> None:
-        """Raise NvmlUnavailableError."""
         number = self._source.set_number()
         if number is None or number == self._set_number:
             return
@@ -179,7 +165,7 @@ class GpuPoller:
         self._book.take({self._target: (MonitoringState(text),)})
 
     def _take_events(self) -> None:
-        """Record the events of MIG instances. They are identified now, because their IDs may be reused later."""
+        """Identify the MIG instances of events now, because their IDs may be reused later."""
         while self._events:
             identities = self._identities()
             # Popped only now: while `_identities` hangs, `check_for_hang` records the remaining events.
@@ -190,7 +176,7 @@ class GpuPoller:
             self._take_event(event, identities or {})
 
     def _take_event(self, event: HealthEvent, identities: Mapping[tuple[int, int], str]) -> bool:
-        """Record an event; returns whether the GPU must be polled."""
+        """Return whether the GPU must be polled."""
         observation = event.observation
         if observation is None:
             return True
@@ -212,7 +198,6 @@ class GpuPoller:
         return True
 
     def _poll(self) -> None:
-        """Raise NvmlUnavailableError."""
         now, state = self._book.monotonic(), self._book.state(self._target)
         is_full = self._rare is None or now >= self._rare_due or state.severity >= Severity.DEGRADED
         if is_full:
@@ -248,7 +233,6 @@ class GpuPoller:
         self._book.take(observed)
 
     def _of_instances(self, polled: PolledHealth) -> Mapping[HealthTarget, tuple[Observation, ...]]:
-        """Return the observations for the GPU's MIG instances that have a state."""
         known = [item for item in self._book.states() if item.is_instance and item.gpu_uuid == self.uuid]
         identities = self._identities() if known else None
         first: tuple[Observation, ...] = (
@@ -261,7 +245,6 @@ class GpuPoller:
         return observed
 
     def _identities(self) -> Mapping[tuple[int, int], str] | None:
-        """Return the UUIDs of the MIG devices by their IDs; None if they cannot be read now."""
         try:
             return self._source.instances(self.uuid, self._place)
         except DraDriverError:

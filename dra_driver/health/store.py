@@ -1,9 +1,8 @@
-"""Health in files on the node: what the plugin knew before a restart, and which GPUs an administrator has
-serviced.
+"""Health in files on the node: what the plugin knew before a restart, and which GPUs an administrator has serviced.
 
-`gpu-dra-driver serviced` writes a file with the GPUs that were reset or replaced, because the NVIDIA driver cannot
-always report this. A reason with no event after the recorded time ends with the next poll that finds the GPU healthy,
-as after an observed reset, so the file can be read repeatedly. It is valid only until the next boot.
+The NVIDIA driver cannot always report that a GPU was reset or replaced, so `gpu-dra-driver serviced` does. A reason
+with no event after the recorded time ends with the next poll that finds the GPU healthy. The file is valid only until
+the next boot.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ _FILE = "serviced.json"
 
 @dataclass(frozen=True, slots=True)
 class KeptHealth:
-    """The content of the health file. `boot_id` and `driver_version` are from the time of writing.
-
-    `known` has the UUIDs of the GPUs whose health the plugin knew, because they had answered recently.
-    """
+    """The health file. `known` has the UUIDs of the GPUs that had answered recently."""
 
     boot_id: str
     driver_version: str | None = None
@@ -48,12 +44,10 @@ class KeptHealth:
 class HealthStore:
     """One JSON file, written when its content changes. Not thread-safe.
 
-    A power cut may restore the previous content, but it also ends the boot, which invalidates most of the content.
-    The file of a newer release stays: the plugin reads the health from the GPUs again, and cannot save it.
+    A power cut may restore the previous content, but it also ends the boot, which invalidates most of it.
     """
 
     def __init__(self, path: Path) -> None:
-        """`path` ends with `.json`."""
         self._name = path.stem
         self._store = JsonStore(
             path.parent,
@@ -73,21 +67,15 @@ class HealthStore:
         self._saved: KeptHealth | None = None
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Like `JsonStore.problems`."""
         return self._store.problems()
 
     def load(self) -> KeptHealth | None:
-        """Return the health in the file; None if the file is missing.
-
-        An unreadable file is set aside and reported. Raises: StateError if the disk fails.
-        """
         self._store.load()
         found = self._store.get(self._name)
         self._written, kept = (None, None) if found is None else found
         return kept
 
     def save(self, kept: KeptHealth) -> None:
-        """Write the file if its content would change. Raises: StateError."""
         if kept == self._saved:
             return
         content = encode(kept)
@@ -97,12 +85,10 @@ class HealthStore:
 
 
 def encode(kept: KeptHealth) -> bytes:
-    """Encode the file. States with nothing to remember are left out."""
     return _HEALTH_FILE.write(kept)
 
 
 def decode(content: bytes) -> KeptHealth:
-    """Parse the file. Raises: NewerFormatError; StateError that says what is wrong."""
     return _HEALTH_FILE.read(content)
 
 
@@ -155,17 +141,12 @@ _HEALTH_FILE = FileFormat(HEALTH_FILE, _KEPT.decode, _encoded)
 
 
 class ServicedGpus:
-    """The file of serviced GPUs in the plugin directory. `boot_id` identifies the current boot."""
-
     def __init__(self, plugin_directory: Path, boot_id: str) -> None:
         self._path = plugin_directory / _FILE
         self._boot_id = boot_id
 
     def times(self) -> Mapping[str, int]:
-        """Return when each GPU was last serviced in this boot, in seconds since 1970, by UUID.
-
-        Raises: StateError if the file cannot be read.
-        """
+        """Return when each GPU was last serviced in this boot, in seconds since 1970, by UUID. Raises: StateError."""
         content = read_or_none(self._path)
         if content is None:
             return {}
@@ -185,7 +166,6 @@ class ServicedGpus:
 
 
 def _decoded(fields: JsonObject) -> tuple[str, Mapping[str, int]]:
-    """Return the boot ID, and the times by GPU UUID."""
     return str(fields["bootID"]), {str(uuid): int(at) for uuid, at in fields["gpus"].items()}
 
 

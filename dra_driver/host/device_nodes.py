@@ -1,9 +1,8 @@
-"""Device nodes of the host: the directory of the NVIDIA nodes, links to them in /dev/char, and nodes for RDMA,
-GPUDirect Storage, GDRCopy and NVSwitches.
+"""Device nodes of the host, and links to NVIDIA's in /dev/char.
 
-systemd looks up a device by `/dev/char/<major>:<minor>` when it sets which devices a container may open. udev creates
-these links, but not for the NVIDIA driver's nodes. Without the links, a `systemctl daemon-reload` cuts running
-containers off from their GPUs, with runc 1.1.3 to 1.1.6 or systemd before 240.
+systemd looks up a device by `/dev/char/<major>:<minor>` when it sets which devices a container may open. udev does not
+create these links for NVIDIA's nodes. Without them, a `systemctl daemon-reload` cuts containers off from their GPUs,
+with runc 1.1.3 to 1.1.6 or systemd before 240.
 """
 
 from __future__ import annotations
@@ -39,17 +38,16 @@ _MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 
 
 class DeviceNodeReader(Protocol):
-    """Reads a device node. The simulator has its own reader, which does not need root."""
+    """The simulator has its own reader and maker, which do not need root."""
 
     def read(self, path: str) -> DeviceNode | None:
         """Return the node at the path; None if there is no device node."""
 
 
 class LstatDeviceNodeReader:
-    """Reads device nodes in the file system. Does not follow symbolic links."""
+    """Does not follow symbolic links."""
 
     def read(self, path: str) -> DeviceNode | None:
-        """Return the node at the path; None if there is no device node."""
         try:
             status = os.lstat(path)
         except OSError:
@@ -69,20 +67,15 @@ class LstatDeviceNodeReader:
 
 
 class DeviceNodeMaker(DeviceNodeReader, Protocol):
-    """Creates a device node. The simulator has its own maker, which does not need root."""
-
     def make(self, path: str, node: DeviceNode) -> None:
-        """Create the node and its directory. Raises: FileExistsError if the path exists; OSError."""
+        """Create the node and its directory. Raises: OSError, such as FileExistsError."""
 
     def remove(self, path: str) -> None:
-        """Remove the node at the path. Raises: OSError."""
+        """Remove the node. Raises: OSError."""
 
 
 class Mknod(LstatDeviceNodeReader):
-    """Creates character nodes in the file system."""
-
     def make(self, path: str, node: DeviceNode) -> None:
-        """Create the node and its directory. Raises: FileExistsError if the path exists; OSError."""
         directory = Path(path).parent
         if not directory.is_dir():
             directory.mkdir(parents=True, exist_ok=True)
@@ -91,7 +84,6 @@ class Mknod(LstatDeviceNodeReader):
         Path(path).chmod(node.mode)  # mknod(2) applies the umask
 
     def remove(self, path: str) -> None:
-        """Remove the node at the path. Raises: OSError."""
         Path(path).unlink()
 
 
@@ -104,8 +96,6 @@ def _node_type(mode: int) -> NodeType | None:
 
 
 class DevRoot:
-    """The host's device nodes, which containers can get. `root` decides where this process reads them."""
-
     def __init__(self, paths: HostPaths, reader: DeviceNodeReader) -> None:
         self._paths = paths
         self._reader = reader
@@ -114,8 +104,8 @@ class DevRoot:
     def root(self) -> str:
         """The directory that contains `dev`, as this process sees it.
 
-        A `dev` in the driver root is used even while NVIDIA nodes are missing there, because this process's own
-        `/dev` may be private: NVML creates nodes in it, but no container gets them.
+        A `dev` in the driver root is used even without NVIDIA nodes: NVML may create them in this process's own `/dev`,
+        where no container gets them.
         """
         if self._paths.dev_root is not None:
             return self._paths.dev_root
@@ -125,7 +115,6 @@ class DevRoot:
         return driver_root if names_in(join_root(driver_root, "/dev")) else "/"
 
     def node(self, container_path: str) -> HostNode | None:
-        """Return the node that containers see at the path; None if the host does not have it."""
         root = self.root
         node = self._reader.read(join_root(root, container_path))
         if node is None:
@@ -136,7 +125,6 @@ class DevRoot:
         )
 
     def _host_root(self, root: str) -> str:
-        """Return the dev root as the runtime sees it: the driver root if it has `dev`, else the host's `/`."""
         driver_root = self._paths.driver_root.rstrip("/")
         root = root.rstrip("/")
         if root != driver_root and not root.startswith(driver_root + "/"):
@@ -145,7 +133,7 @@ class DevRoot:
 
 
 class DevCharLinks:
-    """Links in the host's /dev/char. Writes only links to the NVIDIA driver's device nodes."""
+    """Only to the NVIDIA driver's nodes, which `paths` names as containers see them; None means all."""
 
     def __init__(self, paths: HostPaths, nodes: DeviceNodeReader) -> None:
         self._dev = DevRoot(paths, nodes)
@@ -156,10 +144,9 @@ class DevCharLinks:
         self._lock = threading.Lock()
 
     def missing(self, paths: Iterable[str] | None = None) -> dict[str, str]:
-        """Return the targets of the links that are missing or wrong, by link name, such as `195:0`.
+        """Return the targets of missing and wrong links, by link name, such as `195:0`.
 
-        `paths` are nodes as containers see them; None means all nodes of the NVIDIA driver. A link that leads to the
-        right node by a different path is kept, and so is any file that is not a link.
+        Leaves out files that are not links, and links with another path to the right node.
         """
         found = {}
         for path in self._all() if paths is None else paths:
@@ -171,10 +158,7 @@ class DevCharLinks:
         return found
 
     def make(self, paths: Iterable[str] | None = None) -> None:
-        """Create missing links and replace wrong ones. `paths` has the same meaning as in `missing`.
-
-        A failure is logged once for each reason, because containers work without the links.
-        """
+        """Create or replace links. Only logs a failure: containers work without the links."""
         made, problem = [], None
         for name, target in self.missing(paths).items():
             try:
@@ -212,21 +196,19 @@ class DevCharLinks:
         return there is not None and (there.major, there.minor) == (wanted.node.major, wanted.node.minor)
 
     def _target(self, node: HostNode) -> str:
-        """Return the link's target, which is relative for a node in the host's own /dev, as in udev's links."""
+        """Return a relative target for a node in the host's own /dev, as udev does."""
         own = f"{join_root(self._root, '/dev')}/"
         return f"../{node.host_path.removeprefix(own)}" if node.host_path.startswith(own) else node.host_path
 
 
 @dataclass(frozen=True, slots=True)
 class FoundHostDevice:
-    """The host's nodes and files of one kind of extra device; empty if the host has no such nodes."""
-
     nodes: tuple[HostNode, ...] = ()
     mounts: tuple[CdiMount, ...] = ()
 
 
 class HostDeviceFinder:
-    """Finds extra devices. Reads the host's nodes at each call, because kernel modules come and go at any time."""
+    """Reads the host's nodes at each call, because kernel modules come and go."""
 
     def __init__(self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None) -> None:
         reader = nodes or LstatDeviceNodeReader()
@@ -236,7 +218,6 @@ class HostDeviceFinder:
         self._paths = paths
 
     def find(self, kind: HostDevice) -> FoundHostDevice:
-        """Return the existing nodes of a kind, and the files that belong to them."""
         for dev in self._dev:
             paths = dict.fromkeys(
                 path for pattern in HOST_DEVICE_NODES[kind] for path in _matches(dev.root, pattern)

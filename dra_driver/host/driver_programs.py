@@ -37,9 +37,7 @@ BINARY_DIRS = (
     "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin",
     "/usr/local/nvidia/bin", "/opt/nvidia/current/usr/bin", "/opt/bin", "/usr/libexec/nvidia/tesla/bin",
 )  # fmt: skip
-"""In search order: directories that every system has, then those of GKE, driver installers, Flatcar and Bottlerocket.
-`UNUSUAL_DIRS` has the library directories of these systems.
-"""
+"""In search order: directories of every system, then of GKE, driver installers, Flatcar and Bottlerocket."""
 _TIMEOUT_S = 20.0
 _MIN_S = 0.1
 _ABSENT_CODES = (6, 9, 15)
@@ -52,20 +50,14 @@ _ABSENT = (
 
 
 class InstalledPrograms:
-    """Finds the NVIDIA driver's programs at each call.
-
-    If the NVIDIA driver is not installed in `/`, its programs load their libraries from a directory of links. The
-    driver root's own library directories also contain a C library, with which no program would start.
+    """Programs of a driver that is not installed in `/` load their libraries from a directory of links: the driver's
+    own directories also contain a C library, with which no program would start.
     """
 
     def __init__(
         self, root: str, links: Path, links_mode: int = 0o700, names: Sequence[str] = _PROGRAMS
     ) -> None:
-        """Find the programs `names` below `root`, as this process sees it.
-
-        `links` is the directory for links to libraries, and `links_mode` its mode: programs that run as another user
-        need access to it.
-        """
+        """Set `links_mode` for programs that run as another user: they need access to `links`."""
         self._root = root
         self._links = links
         self._links_mode = links_mode
@@ -87,10 +79,7 @@ class InstalledPrograms:
         return DriverPrograms(self._root, paths, self._search_path, str(self._links) if elsewhere else None)
 
     def _link(self, paths: Mapping[str, str]) -> None:
-        """Create the links, and create them again if programs or their library directories have changed.
-
-        A new directory is scanned twice, so that a change during the first scan is noticed.
-        """
+        """Scan a new directory twice, so that a change during the first scan is noticed."""
         mark = tuple((path, stamp_or_none(path)) for path in (*paths.values(), *self._linked_from))
         if mark == self._linked_for and self._links.is_dir():
             return
@@ -112,7 +101,7 @@ class InstalledPrograms:
 
 
 def find_program(look: Callable[[str], str | None], name: str) -> tuple[str, str] | None:
-    """Return the path of a program and its resolved file, both inside the tree that `look` searches."""
+    """Return the path of a program and its resolved file, both inside the tree."""
     for directory in BINARY_DIRS:
         resolved = look(f"{directory}/{name}")
         if resolved is not None:
@@ -121,7 +110,6 @@ def find_program(look: Callable[[str], str | None], name: str) -> tuple[str, str
 
 
 def _libraries(tree: RootedTree) -> dict[str, str]:
-    """Return the file for each library name that the dynamic linker looks for."""
     scanned = scan_libraries(tree, None)
     files = dict(scanned.files)
     names = files | {path: files[leads_to] for path, _, leads_to in scanned.links}
@@ -134,21 +122,19 @@ def _libraries(tree: RootedTree) -> dict[str, str]:
 
 @dataclass(eq=False)
 class NvidiaSmi:
-    """The NVIDIA driver's nvidia-smi, looked up at each call.
+    """nvidia-smi opens NVML, so it runs only inside `using_nvml`, which takes a time limit in seconds.
 
-    nvidia-smi opens NVML, so it runs only inside `using_nvml`, which waits at most the given number of seconds, and
-    raises NvmlDetachedError while NVML must stay closed.
+    `using_nvml` raises NvmlDetachedError while NVML must stay closed.
     """
 
     find: FindPrograms
     using_nvml: Callable[[float], AbstractContextManager[None]] = lambda _wait_s: nullcontext()
 
     def set_time_slice(self, gpu_uuid: str, level: int, timeout_s: float = _TIMEOUT_S) -> None:
-        """Set the length of a GPU's time slices: 0 default, 1 short, 2 medium, 3 long. Takes at most
-        `timeout_s` seconds.
+        """Set the length of a GPU's time slices: 0 default, 1 short, 2 medium, 3 long.
 
-        Raises: NotSupportedError if the GPU does not have this setting; NvmlUnavailableError if the NVIDIA driver or
-        the GPU is missing; StateError if the NVIDIA driver's libraries cannot be linked; otherwise RetryableError.
+        Raises: NotSupportedError; NvmlUnavailableError; StateError if libraries cannot be linked; otherwise
+        RetryableError.
         """
         action = f"set the time slice of GPU {gpu_uuid}"
         until = time.monotonic() + timeout_s

@@ -79,14 +79,10 @@ _WATCHED = (
 
 
 _FRESH_S = 1.0
-"""How long a check stays valid, so that pods that start together share one. If the toolkit is replaced within this
-time, their containers fail anyway.
-"""
+"""Pods that start together share one check."""
 
 
 class DriverRoot:
-    """Finds the NVIDIA driver's files. Each `scan` reads everything again."""
-
     def __init__(
         self,
         paths: HostPaths,
@@ -95,8 +91,8 @@ class DriverRoot:
         hook: str | None = None,
         machine: str = MACHINE,
     ) -> None:
-        """Read below the driver root. `hook` is the host path of nvidia-cdi-hook (or nvidia-ctk) if it is not in a
-        usual place. `machine` is the architecture of the libraries, as in `uname -m`.
+        """Read below the driver root. `hook` is the host path of nvidia-cdi-hook or nvidia-ctk; `machine` is as in
+        `uname -m`.
         """
         self._paths = paths
         self._machine = machine
@@ -107,11 +103,10 @@ class DriverRoot:
         self._read_at = 0.0
 
     def files(self, nvml_version: str | None) -> DriverFiles:
-        """Like `scan`, but return the last result while nothing has changed. Calls in quick succession check only
-        once.
+        """Like `scan`, but return the last result while nothing has changed.
 
-        Errors are not cached. Results are not cached while an installation may be running, because two changes within
-        one tick of the file system's clock have the same time.
+        Results are not cached while an installation may be running: two changes within one tick of the file system's
+        clock have the same time.
         """
         with self._lock:
             known = self._known
@@ -131,9 +126,7 @@ class DriverRoot:
         return files
 
     def fingerprint(self) -> Fingerprint:
-        """Return a value that changes when a part of the driver or toolkit is added, removed or replaced, or
-        when the hook must be checked again.
-        """
+        """Return a value that changes with the driver or toolkit, or when the hook must be checked again."""
         tree = RootedTree(self._paths.driver_root)
         marks: list[object] = [_mark(tree, path) for path in _WATCHED]
         trees = {self._paths.driver_root: tree}
@@ -146,8 +139,8 @@ class DriverRoot:
     def scan(self, nvml_version: str | None) -> DriverFiles:
         """Return the installed NVIDIA driver.
 
-        Raises: RetryableError if a required part is missing, if the installed files have a different version than the
-        loaded driver (`nvml_version`), or if the configured hook does not exist.
+        Raises: RetryableError if a required part or the configured hook is missing, or if the files have a different
+        version than the loaded driver (`nvml_version`).
         """
         tree = RootedTree(self._paths.driver_root)
         libraries, found, version = self._libraries(tree, nvml_version)
@@ -181,7 +174,7 @@ class DriverRoot:
         )
 
     def problem(self, nvml_version: str | None) -> str | None:
-        """Return the message of the error that `scan` would raise; None if it would succeed. Skips the hook."""
+        """Return the error that `scan` would raise, except for the hook."""
         try:
             self._libraries(RootedTree(self._paths.driver_root), nvml_version)
             self._common_nodes()
@@ -192,7 +185,6 @@ class DriverRoot:
     def _libraries(
         self, tree: RootedTree, nvml_version: str | None
     ) -> tuple[Libraries, list[DriverFile], str]:
-        """Return the libraries, their files and their version. Raises: RetryableError like `scan`."""
         libraries = scan_libraries(tree, nvml_version, self._machine)
         try:
             version = self._checked_version(libraries, nvml_version)
@@ -213,7 +205,6 @@ class DriverRoot:
         )
 
     def _found(self, tree: RootedTree, paths: Iterable[str]) -> tuple[DriverFile, ...]:
-        """Return the files for those paths that lead to regular files."""
         resolved = ((path, tree.file(path)) for path in paths)
         return tuple(self._file(file, path) for path, file in resolved if file is not None)
 
@@ -287,10 +278,8 @@ class DriverRoot:
     def _xorg_modules(
         self, tree: RootedTree, version: str, driver_dirs: Iterable[str]
     ) -> tuple[list[DriverFile], list[DriverLink], dict[str, str]]:
-        """Return the X server's modules, the GLX link, and the modules for other architectures.
-
-        Each module is from the first directory that has it for this architecture. An X server loads the GLX module
-        through the link, which a host may have in another directory or not at all.
+        """Return the X server's modules, the link through which it loads GLX, and the modules for other
+        architectures.
         """
         places: list[str] = []
         for directory in driver_dirs:
@@ -325,11 +314,7 @@ class DriverRoot:
 
 
 def unsupported_system(tree: RootedTree, root: str) -> str | None:
-    """Return a sentence that names an unsupported system below the driver root; None if the system is
-    supported.
-
-    WSL2 and Jetson have a different kind of NVIDIA driver, whose libcuda always has version 1.1.
-    """
+    """Return a sentence that names an unsupported system below the driver root."""
     for name, reason, signs in _UNSUPPORTED:
         sign = next((path for path in signs if tree.resolve(path) is not None), None)
         if sign is not None:
@@ -341,10 +326,9 @@ def unsupported_system(tree: RootedTree, root: str) -> str | None:
 
 
 def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
-    """Return the path of the NVML library for `machine` below a driver root, as this process sees it.
+    """Return the path of the NVML library below a driver root, as this process sees it.
 
-    Raises: DriverGoneError that names the searched directories or an unsupported system; NvmlLibraryError if all
-    libraries found are for another architecture.
+    Raises: DriverGoneError; NvmlLibraryError if all libraries found are for another architecture.
     """
     tree = RootedTree(driver_root)
     directories = library_directories(tree, machine)

@@ -1,8 +1,6 @@
 """The device nodes through which a container accesses a GPU or MIG device.
 
-The numbers of a MIG device's nodes are read from /proc, so the nodes need not exist on the host. `CapabilityNodes`
-creates them for programs on the host: NVML does not, nvidia-smi and nvidia-modprobe do so only when someone runs
-them, and a reboot removes the nodes.
+A MIG device's nodes need not exist on the host: their numbers are read from /proc.
 """
 
 from __future__ import annotations
@@ -29,13 +27,12 @@ _CAPABILITIES = "/proc/driver/nvidia/capabilities"
 
 
 class MigCaps:
-    """Reads `<proc>/devices` and `<proc>/driver/nvidia/capabilities`."""
+    """Methods raise RetryableError if there is no such instance or capability interface, or no major number."""
 
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = Path(proc)
 
     def majors(self) -> dict[str, int]:
-        """Return the major numbers of character devices by driver name; the first one if a name has several."""
         text = text_of(self._proc / "devices")
         majors: dict[str, int] = {}
         for line in text.partition("Block devices:")[0].splitlines():
@@ -47,10 +44,6 @@ class MigCaps:
     def nodes(
         self, gpu_minor: int, gpu_instance: int, compute_instance: int
     ) -> tuple[DeviceNode, DeviceNode]:
-        """Return the nodes that give access to a GPU instance and to a compute instance in it.
-
-        Raises: RetryableError if the instance or the NVIDIA driver's capability interface does not exist.
-        """
         major = self._major()
         access = f"gpu{gpu_minor}/mig/gi{gpu_instance}/access"
         inside = f"gpu{gpu_minor}/mig/gi{gpu_instance}/ci{compute_instance}/access"
@@ -60,12 +53,8 @@ class MigCaps:
         )
 
     def all_nodes(self) -> list[tuple[str, DeviceNode]]:
-        """Return the nodes of all existing GPU and compute instances, with their capability paths below
-        `capabilities`.
-
-        Skips nodes that the NVIDIA driver leaves to the administrator.
-
-        Raises: RetryableError if there are instances, but no major number for their nodes.
+        """Return the nodes of all instances, with their capability paths, except nodes that the NVIDIA driver leaves to
+        the administrator.
         """
         top = self._proc / "driver/nvidia/capabilities"
         found = sorted(top.glob("gpu*/mig/gi*/access")) + sorted(top.glob("gpu*/mig/gi*/ci*/access"))
@@ -82,11 +71,7 @@ class MigCaps:
         return nodes
 
     def management_nodes(self) -> list[DeviceNode]:
-        """Return the nodes that configure and monitor MIG, and the nodes of all instances, which both tasks require.
-
-        Empty if the driver has no MIG capabilities. Raises: RetryableError if there are capabilities, but no
-        major number for their nodes.
-        """
+        """Return the nodes that configure and monitor MIG, and those of all instances, which both tasks require."""
         nodes = []
         for capability in _MANAGEMENT:
             try:
@@ -97,7 +82,6 @@ class MigCaps:
         return nodes + [node for _, node in self.all_nodes()]
 
     def exist(self, gpu_minor: int, gpu_instance: int, compute_instance: int) -> bool:
-        """Whether the NVIDIA driver shows the capabilities of a compute instance."""
         instance = self._proc / f"driver/nvidia/capabilities/gpu{gpu_minor}/mig/gi{gpu_instance}"
         return (instance / f"ci{compute_instance}/access").exists()
 
@@ -139,9 +123,7 @@ class MigCaps:
 
 
 class CapabilityNodes:
-    """The MIG device nodes below `root`. CUDA programs on the host need these nodes; containers do not, because CDI
-    specifies the numbers of each node.
-    """
+    """MIG device nodes, which CUDA programs on the host need; containers do not."""
 
     def __init__(self, caps: MigCaps, root: str, maker: DeviceNodeMaker) -> None:
         self._caps = caps
@@ -150,10 +132,9 @@ class CapabilityNodes:
         self._lock = threading.Lock()
 
     def make_missing(self) -> None:
-        """Create a node for every existing GPU and compute instance, as nvidia-smi does.
+        """Create a node for every existing instance, as nvidia-smi does.
 
-        Keeps nodes with the right numbers. Replaces nodes with other numbers, which are from before a reload of the
-        NVIDIA driver. Raises: RetryableError if a missing node cannot be created.
+        Replaces nodes from before a reload of the NVIDIA driver. Raises: RetryableError.
         """
         with self._lock:
             for capability, node in self._caps.all_nodes():
@@ -167,7 +148,6 @@ class CapabilityNodes:
                     ) from error
 
     def _have(self, path: str, node: DeviceNode) -> None:
-        """Create or replace a node. Raises: RetryableError if another kind of file has this path; OSError."""
         try:
             self._maker.make(path, node)
         except FileExistsError:
@@ -187,7 +167,7 @@ def _named(node: DeviceNode) -> str:
 
 
 class GpuNodes:
-    """Looks up device nodes on the host at each call. Raises an error if a node that the device needs is missing."""
+    """Looks up nodes on the host at each call. Raises: RetryableError if a required node is missing."""
 
     def __init__(self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None) -> None:
         self._dev = DevRoot(paths, nodes or LstatDeviceNodeReader())
@@ -195,14 +175,10 @@ class GpuNodes:
         self._caps = MigCaps(paths.proc)
 
     def minor(self, bus_id: str) -> int | None:
-        """Return the number in the name of the GPU's node; None if it is unknown."""
         return self._sysfs.gpu_minor(bus_id)
 
     def whole_gpu(self, name: str, minor: int | None, bus_id: str | None) -> CdiDevice:
-        """Return the CDI device `name` of a whole GPU, with its graphics nodes if the host has them.
-
-        Raises: RetryableError if the GPU's node is missing on the host.
-        """
+        """Return the CDI device `name`, with graphics nodes if the host has them."""
         node = self._gpu_node(name, _known(name, minor))
         drm, links = self._drm(bus_id)
         return CdiDevice(name=name, nodes=(node,), drm=drm, links=links)
@@ -217,11 +193,7 @@ class GpuNodes:
         *,
         graphics: bool = False,
     ) -> CdiDevice:
-        """Return the CDI device `name` of a MIG device. `minor` and `bus_id` belong to its GPU; `graphics` adds
-        graphics nodes, for `+gfx` profiles.
-
-        Raises: RetryableError if the GPU's node or the instance is missing.
-        """
+        """Return the CDI device `name`; `graphics` adds graphics nodes, for `+gfx` profiles."""
         gpu_minor = _known(name, minor)
         node = self._gpu_node(name, gpu_minor)
         caps = self._caps.nodes(gpu_minor, gpu_instance, compute_instance)
@@ -233,11 +205,10 @@ class GpuNodes:
     def management(
         self, minors: Iterable[int | None], *, has_mig: bool
     ) -> tuple[tuple[HostNode, ...], tuple[str, ...]]:
-        """Return the nodes through which an agent manages GPUs and their MIG devices, and the paths of missing nodes.
+        """Return the nodes with which an agent manages GPUs and their MIG devices, and the paths of missing nodes.
 
-        Missing nodes are not an error, because an agent is needed even if the machine has a bad GPU. `has_mig` says
-        whether one of the GPUs can have MIG devices. Raises: RetryableError if the NVIDIA driver is being loaded or
-        unloaded.
+        Missing nodes are not an error: an agent is needed even if a GPU is bad. Raises: RetryableError while the NVIDIA
+        driver is loaded or unloaded.
         """
         wanted = [f"/dev/nvidia{minor}" for minor in minors if minor is not None]
         found = [(path, self._dev.node(path)) for path in wanted]

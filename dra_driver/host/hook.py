@@ -30,7 +30,7 @@ _PLACES = tuple(
 _FLAG = "--nvidia-cdi-hook-path"
 _BOUND_S = 2.0
 _RECHECK_AFTER_S = 30.0
-"""How long a failure of the hook is cached: a busy host or a mount may have caused it."""
+"""After a failure of the hook, which a busy host or a mount may have caused."""
 _LONGEST_CAUSE = 200
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _COMMANDS = re.compile(r"^COMMANDS:\n((?:[ \t]+.*\n|\n)*)", re.MULTILINE)
@@ -48,9 +48,7 @@ _NONE = (
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """`host_path` is the program that the runtime runs; None if no hook is usable. `notes` say why not, or what was
-    not checked.
-    """
+    """`notes` say why no program is usable, or what was not checked."""
 
     host_path: str | None
     verbs: tuple[str, ...] = ()
@@ -59,31 +57,26 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A directory of the host: `root` is its path for this process, `prefix` its path for the runtime. The hook may
-    be at one of `places`.
-    """
+    """`root` is the directory's path for this process, `prefix` its path for the runtime."""
 
     root: str
     prefix: str
     places: tuple[str, ...] = _PLACES
 
     def inside(self, host_path: str) -> str | None:
-        """Return the path below this root for a host path; None if this root does not contain it."""
         prefix = self.prefix.rstrip("/")
         return host_path[len(prefix) :] if host_path.startswith(f"{prefix}/") else None
 
 
 class HookFinder:
-    """Searches for the hook in the usual places below the host's `/`, then in the plugin's own directory, where the
-    chart installs it (`cdiHook.enabled`), then in the driver root.
+    """Searches the host's `/`, then the plugin's own directory, where the chart installs the hook, then the driver
+    root.
 
-    The hook runs on the host with the host's libraries, so a copy in a driver container is the last choice.
+    The hook runs with the host's libraries, so a copy in a driver container is the last choice.
     """
 
     def __init__(self, paths: HostPaths, configured: str | None) -> None:
-        """Search for the hook. `configured` is the host path of nvidia-cdi-hook or nvidia-ctk; None searches in the
-        usual places, and `none` uses no hook.
-        """
+        """Search for `configured`, a host path; None: in the usual places; `none`: no hook."""
         views = [_View(paths.driver_root, paths.host_driver_root)]
         if paths.host_root is not None:
             views.insert(0, _View(paths.host_root, "/"))
@@ -99,7 +92,7 @@ class HookFinder:
         self._expirations = 0
 
     def places(self) -> Iterator[tuple[str, str]]:
-        """Yield (root, path below it) of every file on which the result of `find` depends."""
+        """Yield (root, path below it) of every file on which `find` depends."""
         for view in self._views:
             if self._configured is None:
                 yield from ((view.root, path) for path in view.places)
@@ -109,7 +102,7 @@ class HookFinder:
                     yield view.root, inside
 
     def expirations(self) -> int:
-        """Return a number that grows when results of `find` have expired although no file has changed."""
+        """Return a number that grows when results of `find` have expired."""
         with self._lock:
             due = [path for path, (_, answer) in self._answers.items() if answer.is_due]
             for path in due:
@@ -118,8 +111,9 @@ class HookFinder:
             return self._expirations
 
     def find(self) -> Hook:
-        """Return the configured hook, else the first one found. Raises: RetryableError if the configured hook
-        does not exist.
+        """Return the configured hook, else the first one found.
+
+        Raises: RetryableError if the configured hook does not exist.
         """
         if self._configured == NO_HOOK:
             return Hook(None)
@@ -156,11 +150,7 @@ class HookFinder:
         return Hook(host_path, BASE_HOOK_VERBS, (note,))
 
     def _checked(self, host_path: str, view: _View, resolved: str) -> Hook:
-        """Return the hook with its verbs.
-
-        Runs the program once, and again if its file was replaced or a failure has expired. Only one thread runs it at
-        a time.
-        """
+        """One thread at a time runs the program, again only after a change or an expired failure."""
         local = join_root(view.root, resolved)
         with self._lock:
             identity = (local, stamp_or_none(local))
@@ -181,12 +171,10 @@ class HookFinder:
         return Hook(host_path, answer.verbs, (note,))
 
     def _answer(self, host_path: str, view: _View, resolved: str) -> _Answer:
-        """Run the program to read its verbs.
+        """Run the program directly, then with its root as `/`: operators install scripts that call a program by its
+        host path.
 
-        Runs it directly first, which works for static programs and most others. If that fails, runs it with its root
-        as `/`, because the toolkits that operators install are scripts that call a program by its host path. The
-        program that `cdiHook.enabled` installs comes from an image, so it runs with the host's `/`: the host must
-        have the loader and the libraries, and the directory must not be mounted noexec.
+        The program that `cdiHook.enabled` installs runs with the host's `/`, which must have its loader and libraries.
         """
         arguments = ["hook", "--help"] if host_path.endswith("/nvidia-ctk") else ["--help"]
         local = [join_root(view.root, resolved), *arguments]
@@ -203,8 +191,8 @@ class HookFinder:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The verbs that are safe to use, and if the program failed, why, and its exit code: 126 if it could not be
-    started, 0 if it did not finish in time. The answer is valid until `due_at` (time.monotonic()).
+    """The verbs that are safe to use, and why the program failed. `code` is 126 if it could not be started, 0 if it did
+    not finish in time. Valid until `due_at` (time.monotonic()).
     """
 
     verbs: tuple[str, ...]
@@ -218,7 +206,7 @@ class _Answer:
 
 
 def _answer_of(commands: Sequence[list[str]]) -> _Answer:
-    """Return the answer of the first command that succeeds; if none does, the fault of the first command."""
+    """Return the first success, else the first fault."""
     deadline = time.monotonic() + _BOUND_S
     faults: list[_Answer] = []
     for command in commands:
@@ -244,7 +232,6 @@ def _answer_of(commands: Sequence[list[str]]) -> _Answer:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """Return the version in a help text; empty if it is not a release."""
     found = _VERSION.search(text)
     return tuple(int(part) for part in found.groups()) if found is not None else ()
 
@@ -255,6 +242,6 @@ def _listed_verbs(text: str) -> set[str]:
 
 
 def _last_line(said: str) -> str:
-    """Return the last line, in which the loader or chroot reports why a program does not run."""
+    """Return the line in which the loader or chroot reports why a program does not run."""
     lines = said.strip().splitlines()
     return "".join(filter(str.isprintable, lines[-1]))[:_LONGEST_CAUSE].strip() if lines else ""

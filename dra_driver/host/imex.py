@@ -1,8 +1,6 @@
 """The IMEX channels of the NVIDIA driver, and the host's nvidia-imex, which connects the nodes of a fabric.
 
-The protocol of the daemon's control socket is not public, so the plugin runs the daemon's own client:
-`nvidia-imex-ctl -q -u SOCKET` prints READY. The daemon's configuration file contains the path of the socket. A TCP
-port would not help: the daemon binds it to addresses that a pod cannot reach, and it has no authentication.
+The protocol of its control socket is not public, so the plugin runs `nvidia-imex-ctl -q -u SOCKET`, which prints READY.
 """
 
 from __future__ import annotations
@@ -34,30 +32,28 @@ _SETTING = re.compile(r"^[ \t]*(IMEX_CMD_[A-Z_]+)[ \t]*=[ \t]*(.*?)[ \t\r]*$", r
 _READY = "READY"
 _TIMEOUT_S = 4.0
 _FRESH_S = 1.0
-"""How long an answer of the daemon stays valid, so that pods that start together cause only one query."""
+"""Pods that start together cause only one query."""
 _SUPPORTED = "load an NVIDIA driver that supports IMEX channels (`modprobe nvidia`; version 550 or newer)"
 
 
 class ImexChannelNodes:
-    """The channels as the kernel and the NVIDIA driver report them. Their nodes need not exist on the host."""
+    """The channels need not have nodes on the host."""
 
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = Path(proc)
         self._caps = MigCaps(proc)
 
     def major(self) -> int | None:
-        """Return the major number of the channels' nodes; None if the loaded NVIDIA driver has no channels."""
         return self._caps.majors().get(MAJOR_NAME)
 
     def count(self) -> int | None:
-        """Return how many channels the NVIDIA driver has; None if there are none, or the number is unknown."""
         if self.major() is None:
             return None
         found = _COUNT.search(text_of(self._proc / "driver/nvidia/params"))
         return int(found[1]) if found is not None and int(found[1]) else None
 
     def nodes(self, channels: ImexChannels) -> tuple[DeviceNode, ...]:
-        """Return the nodes of the channels. Raises: RetryableError if the NVIDIA driver has no channels."""
+        """Return the nodes of the channels. Raises: RetryableError if the NVIDIA driver has none."""
         major = self.major()
         if major is None:
             raise RetryableError(
@@ -68,8 +64,6 @@ class ImexChannelNodes:
 
 
 class ImexDaemon:
-    """The host's nvidia-imex. Thread-safe."""
-
     def __init__(self, paths: HostPaths, find: FindPrograms) -> None:
         self._roots = tuple(dict.fromkeys(root for root in (paths.driver_root, paths.host_root) if root))
         self._find = find
@@ -77,7 +71,7 @@ class ImexDaemon:
         self._ready_until = 0.0
 
     def refuse_unready(self, timeout_s: float = _TIMEOUT_S) -> None:
-        """Raise RetryableError unless nvidia-imex reports that it is ready, or did so within the last second."""
+        """Raise RetryableError unless nvidia-imex is ready, or was within the last second."""
         until = time.monotonic() + min(timeout_s, _TIMEOUT_S)
         if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
             raise _unready(
@@ -111,7 +105,6 @@ class ImexDaemon:
             raise _unready(f"reports {printed} ({exit_text(code)})")
 
     def _socket(self) -> str:
-        """Return the control socket, as this process sees it. Raises: RetryableError."""
         for root in self._roots:
             tree = RootedTree(root)
             file = tree.file(CONFIG)
@@ -138,10 +131,7 @@ class ImexDaemon:
 
 
 def settings(text: str) -> Mapping[str, str]:
-    """Return the settings of the control service in nvidia-imex's configuration file.
-
-    If a setting occurs twice, the last value counts.
-    """
+    """If a setting occurs twice, the last value counts."""
     return dict(_SETTING.findall(text))
 
 

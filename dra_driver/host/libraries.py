@@ -16,7 +16,6 @@ from dra_driver.model.driver_files import DriverLink
 from dra_driver.model.units import counted
 
 INSTALLATION: Final = json.loads(Path(__file__).with_name("installation.json").read_bytes())
-"""The names of the NVIDIA driver's files."""
 _ARCHES = ("x86_64-linux-gnu", "aarch64-linux-gnu")
 _PER_ARCH = tuple(
     f"/{top}/{arch}{tail}"
@@ -26,19 +25,17 @@ _PER_ARCH = tuple(
 )
 
 USUAL_DIRS = ("/", "/usr/lib64", *_PER_ARCH, "/lib64")
-"""The directories in which distributions and driver containers put the 64-bit libraries, in order."""
+"""In search order: directories of distributions and driver containers for 64-bit libraries."""
 
 UNUSUAL_DIRS = (
     "/usr/lib", "/usr/local/glibc/usr/lib", "/usr/local/nvidia/lib64", "/opt/nvidia/current/usr/lib64",
     "/usr/lib/nvidia/tesla", "/run/opengl-driver/lib",
 )  # fmt: skip
-"""First a directory that many systems have, then the directories of Talos, GKE and driver installers, Flatcar,
-Bottlerocket and NixOS.
+"""First a directory that many systems have, then those of Talos, GKE and driver installers, Flatcar, Bottlerocket,
+NixOS.
 
-They are searched only if no usual directory has libcuda, because on many systems `/usr/lib` has 32-bit libraries.
-Containers get the files at these paths, not at the resolved ones, because programs made for NixOS search
-`/run/opengl-driver/lib`.
-"""
+They are searched only if no usual directory has libcuda: `/usr/lib` often has 32-bit libraries. Containers get these
+paths unresolved: programs made for NixOS search `/run/opengl-driver/lib`."""
 
 _LD_CACHE = "/etc/ld.so.cache"
 _CACHED_DIRECTORY = re.compile(rb"(/[\x21-\x7e]+)/lib(?:cuda|nvidia-ml)\.so\.1\x00")
@@ -49,12 +46,10 @@ _NVVM70 = "libnvidia-nvvm70.so."
 # directory.
 _EGL_PLATFORMS = tuple(f"libnvidia-egl-{name}.so." for name in ("gbm", "wayland", "wayland2", "xcb", "xlib"))
 MACHINE = os.uname().machine
-"""This machine's architecture, as the kernel names it."""
 
 _ELF64 = b"\x7fELF\x02"
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183, "i386": 3, "arm": 40, "ppc64le": 21}
 _ELF_MACHINE = slice(18, 20)
-"""The bytes of an ELF file's header that specify the architecture."""
 
 # The name under which programs load a library if it is not `<library>.so.1`; None means its full name.
 _LOADED_AS: dict[str, str | None] = INSTALLATION["loaded_as"]
@@ -65,9 +60,7 @@ _EXTRA_LINKS: list[tuple[str, str, str]] = INSTALLATION["extra_links"]
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """The libraries of one driver version. Each file has the same path inside the tree and in containers. `versions`
-    lists every libcuda version found, in search order.
-    """
+    """The libraries of one driver version. `versions` lists every libcuda version found, in search order."""
 
     versions: tuple[str, ...]
     files: tuple[tuple[str, str], ...] = ()
@@ -76,18 +69,17 @@ class Libraries:
     """(path, target, path of the file it leads to)"""
     directories: tuple[str, ...] = ()
     driver_directories: tuple[str, ...] = ()
-    """The directories with libraries of the driver's version, without their subdirectories."""
+    """With libraries of the driver's version, without subdirectories."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Files for another architecture than this machine's, each with its architecture."""
+    """With the architecture for which each file was made."""
 
     def driver_links(self, host_path: dict[str, str]) -> tuple[DriverLink, ...]:
-        """Return the links, with the host path of the file that each leads to."""
         return tuple(DriverLink(path, target, host_path[file]) for path, target, file in self.links)
 
 
 @dataclass(slots=True)
 class _Listing:
-    """`directory` is resolved, `shown` is its path in containers. `files` maps each name to its resolved file."""
+    """`directory` is resolved, `shown` is its path in containers. `files` maps names to resolved files."""
 
     directory: str
     shown: str
@@ -96,14 +88,12 @@ class _Listing:
 
 
 def library_directories(tree: RootedTree, machine: str = MACHINE) -> list[str]:
-    """Return the resolved directories that may have the NVIDIA driver's libraries for `machine`, in search
-    order.
-    """
+    """Return the resolved directories that may have the libraries, in search order."""
     return [listing.directory for listing in _search(tree, machine, {})]
 
 
 def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> list[str]:
-    """Return the NVML libraries under their full names, for a root without the usual link."""
+    """Return NVML libraries under their full names, for a root without the usual link."""
     return [
         _join(directory, name)
         for directory in directories
@@ -113,10 +103,9 @@ def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> li
 
 
 def foreign_files(tree: RootedTree, paths: Iterable[str], machine: str = MACHINE) -> dict[str, str]:
-    """Return the files for another architecture than `machine` or for 32-bit programs, each with its architecture.
+    """Return the files for another architecture than `machine` or for 32-bit programs, with their architecture.
 
-    Files that are not ELF files never count as foreign, for example the files of a simulated machine, or a file that
-    is still being written.
+    Only ELF files count: others may belong to a simulated machine, or still be written.
     """
     return {path: made_for for path in paths if (made_for := _foreign_architecture(tree, path, machine))}
 
@@ -139,7 +128,7 @@ def _foreign_architecture(tree: RootedTree, path: str, machine: str) -> str | No
 
 
 def note_of_left_out(root: str, left_out: Mapping[str, str], machine: str = MACHINE) -> str:
-    """Return a sentence about the foreign files below `root`, without a semicolon."""
+    """Return a sentence without a semicolon."""
     what, are = counted(len(left_out), "library", "libraries"), "is" if len(left_out) == 1 else "are"
     first = min(left_out)
     return (
@@ -149,10 +138,9 @@ def note_of_left_out(root: str, left_out: Mapping[str, str], machine: str = MACH
 
 
 def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE) -> Libraries:
-    """Return the libraries of one driver version for `machine`.
+    """Return the libraries of one driver version; no files if it is not installed.
 
-    `version` selects one of several installed versions; None selects the one that `libcuda.so.1` leads to, else
-    the first found. The files are empty if that version is not installed.
+    `version` None selects the one that `libcuda.so.1` leads to, else the first found.
     """
     left_out: dict[str, str] = {}
     listings = _search(tree, machine, left_out)
@@ -191,20 +179,16 @@ def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE
 
 
 def linker_directories(paths: Iterable[str], machine: str = MACHINE) -> tuple[str, ...]:
-    """Return the directories that the dynamic linkers in images search by default: Debian's, then that of other
-    distributions.
-    """
+    """Return the default directories of linkers in images: Debian's, then other distributions'."""
     libcuda = next((path for path in paths if _LIBCUDA.match(path.rpartition("/")[2])), "")
     arch = next((arch for arch in _ARCHES if f"/{arch}/" in libcuda), f"{machine}-linux-gnu")
     return f"/usr/lib/{arch}", "/usr/lib64"
 
 
 def _search(tree: RootedTree, machine: str, left_out: dict[str, str]) -> list[_Listing]:
-    """List the NVIDIA driver's files in each directory. A libcuda of another architecture is added to
-    `left_out`.
+    """Add libcuda of other architectures to `left_out`.
 
-    Links that lead out of their directory are followed only if no directory has libcuda itself: hosts with such links
-    usually have the files themselves in another of these directories.
+    Links that lead out of their directory are followed only if no directory has libcuda itself.
     """
     everywhere = False
     for follow in (False, False, True):
@@ -232,7 +216,7 @@ def _drop_foreign_libcuda(
 
 
 def _list(tree: RootedTree, directory: str, shown: str, *, follow: bool = False) -> _Listing:
-    """List a resolved directory; with `follow`, include the files in other directories that its links lead to."""
+    """With `follow`, include files in other directories that links lead to."""
     listing = _Listing(directory, shown, {}, [])
     for entry in tree.entries(directory):
         name = entry.name
@@ -262,7 +246,6 @@ def _libcuda_versions(listing: _Listing) -> Iterator[str]:
 
 
 def _linked_version(tree: RootedTree, listings: Iterable[_Listing], left_out: Collection[str]) -> str | None:
-    """Return the version that `libcuda.so.1` leads to, which programs on the host use."""
     for listing in listings:
         if "libcuda.so.1" in listing.symlinks:
             target = tree.resolve(_join(listing.directory, "libcuda.so.1")) or ""
@@ -277,7 +260,6 @@ def _all_directories(tree: RootedTree) -> list[str]:
 
 
 def _cached_directories(tree: RootedTree) -> list[str]:
-    """Return the directories of the NVIDIA libraries in the dynamic linker's cache."""
     cache = tree.file(_LD_CACHE)
     if cache is None:
         return []
@@ -290,7 +272,6 @@ def _cached_directories(tree: RootedTree) -> list[str]:
 
 
 def _vdpau(tree: RootedTree, listing: _Listing, suffix: str) -> dict[str, str]:
-    """Return the paths of the VDPAU libraries in containers, by resolved file."""
     directory = tree.directory(_join(listing.directory, "vdpau"))
     if directory is None:
         return {}
@@ -301,9 +282,8 @@ def _vdpau(tree: RootedTree, listing: _Listing, suffix: str) -> dict[str, str]:
 def _links(
     tree: RootedTree, listings: Iterable[_Listing], shown: Mapping[str, str], version: str
 ) -> list[tuple[str, str, str]]:
-    """Return the host's links to the files, and the links that programs need even if they are missing on the host.
-
-    `shown` maps each resolved file to its path in containers.
+    """Include links that programs need although the host lacks them. `shown` maps each resolved file to its path in
+    containers.
     """
     paths = set(shown.values())
     stems = {path.rpartition("/")[2].partition(".so")[0] for path in paths}

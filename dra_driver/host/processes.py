@@ -1,4 +1,7 @@
-"""Finds the programs that use GPUs, and the pod to which a process belongs, by its cgroup."""
+"""Finds the programs that use GPUs, and the pod to which a process belongs, by its cgroup.
+
+`proc` is a `/proc` directory. Raises: StateError if this process cannot read the processes now.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +30,16 @@ _IS_GONE = " (deleted)"
 
 _GPU_NODE = re.compile(r"/dev/nvidia(ctl|\d+)\Z")
 _ALWAYS_THERE = frozenset({"nvidia-persiste", "nv-fabricmanage", "nvidia-cuda-mps"})
-"""Names as the kernel truncates them: nvidia-persistenced and nv-fabricmanager, which release a GPU when the NVIDIA
-driver requests it, and MPS daemons and servers, which stop with their claims.
-"""
+"""As the kernel truncates them: two daemons that release a GPU on request, and MPS, which stops with its claims."""
 _OWN_NAMES = ("gpu-dra-driver", "dra_driver")
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
-"""The host's PID namespace: its number is the same on every Linux kernel."""
+"""The same on every Linux kernel."""
 _FLAGS, _START_TIME = 5, 18
 _EXITING = 0x4
-"""The position of the start time in `stat`, counted after the state."""
+"""PF_EXITING. The numbers above are positions in `stat`, counted after the state."""
 
 
 def _text(path: str) -> str:
-    """Return the content of a file in /proc; empty if the process has ended. Raises: StateError."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123  runs for every process of the host
             return file.read()
@@ -49,7 +49,6 @@ def _text(path: str) -> str:
 
 
 def _names(directory: str) -> list[str]:
-    """Return the sorted names in a directory of /proc; empty if the process has ended. Raises: StateError."""
     try:
         return sorted(os.listdir(directory))  # noqa: PTH208  avoids Path objects
     except OSError as error:
@@ -60,8 +59,7 @@ def _names(directory: str) -> list[str]:
 def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
     """Whether a process of one of these pods runs on this host.
 
-    None if unknown: this process does not see all processes or cannot read them now, no process has a pod's cgroup, or
-    `pod_uids` is empty.
+    None if unknown, also if no process has a pod's cgroup. Raises no StateError.
     """
     with suppress(StateError):
         pids = _all_processes(proc) if pod_uids else None
@@ -76,12 +74,10 @@ def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
 
 
 def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) -> list[str] | None:
-    """Return the programs that have a GPU's device file open, such as `nv-hostengine (process 812)`, sorted by
-    PID.
+    """Return the programs that have a GPU's device file open, such as `nv-hostengine (process 812)`, sorted by PID.
 
-    gpu-dra-driver itself, programs that must run on every node, and processes of the given pods are left out. `below`
-    is a root directory as this process sees it; with it, only device files in that root's `/dev` count. Returns None
-    if this process does not see all processes. Raises: StateError if this process cannot read them now.
+    Leaves out gpu-dra-driver itself, programs that run on every node, and processes of the given pods. With `below`, a
+    root directory, only files in its `/dev` count. None if this process does not see all processes.
     """
     return _users(
         proc,
@@ -91,10 +87,9 @@ def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) ->
 
 
 def users_of(proc: str, nodes: Collection[str], *, others_only: bool = False) -> list[str] | None:
-    """Return the programs that have one of these device nodes open, in the same form as `gpu_users`.
+    """Return the programs that have one of these nodes open, as `gpu_users` does.
 
-    With `others_only`, gpu-dra-driver and programs that must run on every node are left out. Raises: StateError if
-    this process cannot read the processes now.
+    With `others_only`, leaves out gpu-dra-driver and programs that run on every node.
     """
     # In another mount namespace the same node may have a longer path.
     ends = tuple(nodes)
@@ -108,7 +103,6 @@ def users_of(proc: str, nodes: Collection[str], *, others_only: bool = False) ->
 def _users(
     proc: str, is_wanted: Callable[[str], bool], is_left_out: Callable[[int, str], bool]
 ) -> list[str] | None:
-    """Return the programs that have a wanted file open; `is_left_out` gets the process ID and the program's name."""
     pids = _all_processes(proc)
     if pids is None:
         return None
@@ -147,19 +141,18 @@ def _is_of_this_driver(proc: str, pid: int) -> bool:
 
 
 def _all_processes(proc: str) -> list[int] | None:
-    """Return the IDs of all processes of the host; None if this process does not see them all."""
+    """None if this process does not see all processes of the host."""
     if not sees_all_processes(proc):
         return None
     return sorted(int(name) for name in _names(proc) if name.isdecimal())
 
 
 def sees_all_processes(proc: str) -> bool:
-    """Whether this process is in the PID namespace of the host."""
     return pid_namespace(proc) == _INITIAL_PID_NAMESPACE
 
 
 def pid_namespace(proc: str) -> str:
-    """Return the PID namespace of this process, such as `pid:[4026531836]`; empty if unknown."""
+    """Return for example `pid:[4026531836]`; empty if unknown."""
     try:
         return os.readlink(f"{proc}/self/ns/pid")  # noqa: PTH115  avoids Path objects
     except OSError:
@@ -167,10 +160,9 @@ def pid_namespace(proc: str) -> str:
 
 
 def start_time(proc: str, pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended.
+    """Return the start of a process, in clock ticks since boot; None if it has ended.
 
-    A killed process counts as ended, even if one of its threads hangs in the kernel and keeps files and locks. Raises:
-    StateError if this process cannot read it now.
+    A killed process counts as ended, even if one of its threads hangs in the kernel and keeps files and locks.
     """
     state, *fields = _text(f"{proc}/{pid}/stat").rpartition(")")[2].split() or ["X"]
     if state in "ZX" or len(fields) <= _START_TIME or int(fields[_FLAGS]) & _EXITING:
@@ -179,7 +171,7 @@ def start_time(proc: str, pid: int) -> int | None:
 
 
 def _is_killed(proc: str, pid: int) -> bool:
-    """Whether SIGKILL waits for the first thread of a process, which will never leave the kernel again."""
+    """Whether SIGKILL waits for the first thread, which will never leave the kernel again."""
     lines = _text(f"{proc}/{pid}/status").splitlines()
     pending = next((line.split()[1] for line in lines if line.startswith("SigPnd:")), "0")
     return bool(int(pending, 16) & 1 << signal.SIGKILL - 1)
@@ -190,27 +182,23 @@ def _cgroups(proc: str, pid: int) -> str:
 
 
 def _cgroup_paths(proc: str, pid: int) -> list[str]:
-    """Return the paths of a process's cgroups; empty if unknown."""
     with suppress(StateError):
         return [line.split(":", 2)[-1] for line in _cgroups(proc, pid).splitlines()]
     return []
 
 
 def _is_of_pods(cgroup: str, pod_uids: Collection[str]) -> bool:
-    """Whether a process's cgroups name one of the pods. With systemd, runtimes write `_` instead of `-`."""
+    """With systemd, runtimes write `_` instead of `-`."""
     return any(f"pod{name}" in cgroup for uid in pod_uids for name in (uid, uid.replace("-", "_")))
 
 
 def is_of_the_host(proc: str, pid: int) -> bool:
-    """Whether a process, such as a display server, belongs to a service or login session of the host and not to a pod;
-    False if unknown.
-    """
+    """Whether a process belongs to a service, such as a display server, or login session of the host."""
     paths = _cgroup_paths(proc, pid)
     return any(_HOST.match(path) for path in paths) and not any(_POD.search(path) for path in paths)
 
 
 def origin(proc: str, pid: int) -> ProcessOrigin:
-    """Return where a process runs, and in which pod."""
     paths = [path for path in _cgroup_paths(proc, pid) if not path.endswith(_IS_GONE)]
     pod = next(filter(None, map(_POD.search, paths)), None)
     if pod is not None:

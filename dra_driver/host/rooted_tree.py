@@ -1,6 +1,4 @@
-"""Reads host files that may disappear at any time, and directory trees whose symbolic links cannot lead out of the
-tree.
-"""
+"""Reads host files that may disappear at any time, and trees that symbolic links cannot leave."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ _MAY_RUN = 0o111
 
 
 def text_of(path: Path | str) -> str:
-    """Return the content of a text file; empty if it cannot be read."""
+    """Return the content; empty if the file cannot be read."""
     try:
         return Path(path).read_text("utf-8", errors="replace")
     except OSError:
@@ -24,7 +22,7 @@ def text_of(path: Path | str) -> str:
 
 
 def names_in(directory: Path | str) -> tuple[str, ...]:
-    """Return the sorted names in a directory; empty if it cannot be read."""
+    """Return the sorted names; empty if the directory cannot be read."""
     try:
         return tuple(sorted(os.listdir(directory)))  # noqa: PTH208  avoids Path objects, because this runs every second
     except OSError:
@@ -32,15 +30,13 @@ def names_in(directory: Path | str) -> tuple[str, ...]:
 
 
 def join_root(root: str, path: str) -> str:
-    """Return the absolute `path` below `root`. The root `/` adds nothing."""
     return (root.rstrip("/") + path) or "/"
 
 
 class RootedTree:
-    """Looks up files below a root. As in a chroot, no link leads out of the root.
+    """Looks up files below a root, which no link leaves, as in a chroot.
 
-    All paths given and returned are absolute inside the tree; `local` converts them to paths of this process.
-    An instance caches resolved directories, so use it for one scan only.
+    Paths are absolute inside the tree. An instance caches resolved directories, so use it for one scan only.
     """
 
     def __init__(self, root: str) -> None:
@@ -48,27 +44,22 @@ class RootedTree:
         self._directories: dict[str, str | None] = {"/": "/"}
 
     def local(self, path: str) -> str:
-        """Return the path as this process sees it."""
         return (self._root + path) or "/"
 
     def resolve(self, path: str) -> str | None:
-        """Return the path inside the tree with all links resolved; None if it does not exist."""
+        """Resolve all links; None if there is no such file."""
         return self._resolve(path, _MAX_LINKS)
 
     def directory(self, path: str) -> str | None:
-        """Return the resolved path if it is a directory."""
         return self._of_type(path, stat.S_ISDIR)
 
     def file(self, path: str) -> str | None:
-        """Return the resolved path if it is a regular file."""
         return self._of_type(path, stat.S_ISREG)
 
     def program(self, path: str) -> str | None:
-        """Return the resolved path if it is an executable regular file."""
         return self._of_type(path, lambda mode: stat.S_ISREG(mode) and bool(mode & _MAY_RUN))
 
     def file_or_socket(self, path: str) -> str | None:
-        """Return the resolved path if it is a regular file or a socket."""
         return self._of_type(path, lambda mode: stat.S_ISREG(mode) or stat.S_ISSOCK(mode))
 
     def entries(self, directory: str) -> Iterator[os.DirEntry[str]]:

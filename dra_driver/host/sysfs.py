@@ -1,7 +1,4 @@
-"""Reads sysfs and procfs: PCI functions, their place in the machine, the boot ID, and a fingerprint of the host.
-
-A value that cannot be read is None or empty. Only `this_boot` raises an error.
-"""
+"""Reads sysfs and procfs. A value that cannot be read is None or empty."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _GPU = "gpu"
 
 
 class Sysfs:
-    """Reads the files below a `/sys` and a `/proc` directory. Bus IDs are in sysfs form, such as `0000:1b:00.0`."""
+    """Bus IDs are in sysfs form, such as `0000:1b:00.0`."""
 
     def __init__(self, sys: str = "/sys", proc: str = "/proc") -> None:
         self._sys = Path(sys)
@@ -36,11 +33,7 @@ class Sysfs:
         self._vendors: dict[str, str] = {}  # by function, from the last `fingerprint`
 
     def fingerprint(self) -> HostFingerprint:
-        """Return a value that changes with the hardware, the NVIDIA driver and its MIG devices.
-
-        Costs a few directory listings, under a millisecond on a node with eight GPUs. The vendor of each function is
-        read once.
-        """
+        """Return a value that changes with the hardware, the NVIDIA driver and its MIG devices."""
         gpus, functions = names_in(self._proc / "driver/nvidia/gpus"), self._names_of_nvidia()
         # While the kernel waits for a program to close a GPU that is being unbound, the NVIDIA driver still lists the
         # GPU.
@@ -48,13 +41,10 @@ class Sysfs:
         return HostFingerprint((gpus, functions, bound), self.loaded_driver(), _instances(self._proc))
 
     def loaded_driver(self) -> str:
-        """Return the version text of the NVIDIA kernel driver; empty while it is not loaded."""
         return text_of(self._proc / "driver/nvidia/version")
 
     def pcie_root(self, bus_id: str) -> str | None:
-        """Return the standard attribute pcieRoot, such as `pci0000:00`; None if the function is not below a PCI
-        root.
-        """
+        """Return the standard attribute pcieRoot, such as `pci0000:00`."""
         try:
             target = self._devices.joinpath(bus_id).readlink()
         except OSError:
@@ -69,12 +59,11 @@ class Sysfs:
         return parts[0]
 
     def numa_node(self, bus_id: str) -> int | None:
-        """Return the NUMA node; None if the platform has none."""
         number = _number(self._text(bus_id, "numa_node"), 10)
         return None if number is None or number < 0 else number
 
     def nvidia_functions(self) -> tuple[PciFunction, ...]:
-        """Return all PCI functions of vendor NVIDIA in bus order: GPUs, their audio functions, NVSwitches."""
+        """Return all functions in bus order: GPUs, their audio functions, NVSwitches."""
         return tuple(filter(None, (self._nvidia_function(name) for name in names_in(self._devices))))
 
     def gpus(self) -> list[PciFunction]:
@@ -82,14 +71,13 @@ class Sysfs:
         return [function for function in self.nvidia_functions() if function.is_gpu]
 
     def gpu_functions(self) -> frozenset[str]:
-        """Return the bus IDs of `gpus`."""
         return frozenset(gpu.bus_id for gpu in self.gpus())
 
     def gpus_of_the_nvidia_driver(self) -> Mapping[str, str | None]:
-        """Return the UUIDs of the GPUs that are bound to the NVIDIA driver and not excluded, by bus ID.
+        """Return UUIDs of GPUs that are bound to the NVIDIA driver, without excluded ones but with lost ones, by bus
+        ID.
 
-        They are read from the driver's files, so lost GPUs are included. The UUID is None if the driver never
-        learned it.
+        The UUID is None if the driver never learned it.
         """
         bound = [item.bus_id for item in self.gpus() if item.driver == "nvidia"]
         information = {bus_id: self._information(bus_id) for bus_id in bound}
@@ -101,25 +89,20 @@ class Sysfs:
         return {bus_id: None if match is None else match[1] for bus_id, match in uuids.items()}
 
     def gpu_minor(self, bus_id: str) -> int | None:
-        """Return the number in the name of the GPU's device node, from the NVIDIA driver's files; None if
-        unknown.
-
-        It may change with the MIG mode.
-        """
+        """Return the number of the GPU's device node, which may change with the MIG mode."""
         match = _MINOR.search(self._information(bus_id))
         return None if match is None else int(match[1])
 
     def product_name(self, bus_id: str) -> str | None:
-        """Return the GPU's product name from the NVIDIA driver's files; None if unknown."""
         match = _MODEL.search(self._information(bus_id))
         return None if match is None else match[1].strip()
 
     def drm_nodes(self, bus_id: str) -> tuple[str, ...]:
-        """Return the names of the function's nodes in /dev/dri, such as `card1` and `renderD128`."""
+        """Return names in /dev/dri, such as `card1` and `renderD128`."""
         return tuple(name for name in names_in(self._devices / bus_id / "drm") if _DRM_NODE.match(name))
 
     def answers(self, bus_id: str) -> bool | None:
-        """Whether the function answers on the bus; False if it fell off, None if unknown."""
+        """Return False if the function fell off the bus, None if unknown."""
         try:
             with (self._devices / bus_id / "config").open("rb") as config:
                 vendor = config.read(len(_GONE))
@@ -128,15 +111,10 @@ class Sysfs:
         return None if len(vendor) < len(_GONE) else vendor != _GONE
 
     def boot_id(self) -> str | None:
-        """Return the kernel's random ID of this boot."""
         return text_of(self._proc / "sys/kernel/random/boot_id").strip() or None
 
     def this_boot(self) -> str:
-        """Like `boot_id`, for a process that keeps state on disk.
-
-        Raises: StateError if the ID cannot be read, because the process would not know what a reboot has
-        undone.
-        """
+        """Return `boot_id`. Raises: StateError if it cannot be read."""
         found = self.boot_id()
         if found is None:
             raise StateError(
@@ -156,11 +134,10 @@ class Sysfs:
         return PciFunction(bus_id, int(_NVIDIA, 16), device, class_code, driver, physical)
 
     def bound_driver(self, bus_id: str) -> str | None:
-        """Return the kernel driver of a PCI function, such as `nvidia` or `vfio-pci`; None if it has none."""
+        """Return the kernel driver, such as `nvidia` or `vfio-pci`."""
         return self._link(bus_id, "driver")
 
     def is_bound(self, bus_id: str) -> bool:
-        """Whether the function exists and is bound to the NVIDIA driver."""
         return self.bound_driver(bus_id) == "nvidia"
 
     def _names_of_nvidia(self) -> tuple[str, ...]:
@@ -180,7 +157,6 @@ class Sysfs:
         return known
 
     def _link(self, bus_id: str, name: str) -> str | None:
-        """Return the last part of a link's target; None if the function has no such link."""
         try:
             target = os.readlink(f"{self._devices}/{bus_id}/{name}")  # noqa: PTH115  without Path objects, see `names_in`
         except OSError:
@@ -202,7 +178,6 @@ def _number(text: str, base: int) -> int | None:
 
 
 def _instances(proc: Path) -> Mapping[int, Hashable]:
-    """Return the MIG instances that the NVIDIA driver lists for each GPU, by the GPU's minor number."""
     capabilities = f"{proc}/driver/nvidia/capabilities"
     found: dict[int, Hashable] = {}
     for name in names_in(capabilities):

@@ -1,8 +1,8 @@
 """GPUs as PCI functions for virtual machines: their state in sysfs, and the writes that change their driver.
 
 A write may block for as long as a program uses the function, and no signal ends it. A blocked thread would keep all
-sockets and locks of a killed daemon open, so a small process does each write (`HostPciControl`). A thread waits for
-that process, and is abandoned at the time limit; `NotAnsweredError.answer` completes if the write ends later.
+sockets and locks of a killed daemon open, so a small process does each write. A thread waits for it until the time
+limit; `NotAnsweredError.answer` completes if the write ends later.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ NVIDIA = "nvidia"
 IOMMU_NODE = "/dev/iommu"
 CONTAINER_NODE = "/dev/vfio/vfio"
 _BRIDGES = frozenset({0x0600, 0x0604})
-"""Host and PCI bridges keep their kernel driver, and vfio ignores them. NVSwitches have a different class."""
+"""Bridges keep their kernel driver, and vfio ignores them. NVSwitches have a different class."""
 _COMPANIONS = frozenset({0x0403, 0x0C03, 0x0C80})
-"""The other functions of a graphics card: audio, USB, and the controller of its USB-C socket."""
+"""The other functions of a graphics card: audio, USB, and its USB-C controller."""
 _KINDS = {
     0x01: "a disk controller",
     0x02: "a network controller",
@@ -53,7 +53,7 @@ _MEMORY_TYPE, _64_BIT = 0x6, 0x4
 _POLL_S = 0.02
 _CONTAINER_MODULE = "vfio_iommu_type1"
 _CHECK_EXTENSION = 0x3B65
-"""The request VFIO_CHECK_EXTENSION of linux/vfio.h."""
+"""VFIO_CHECK_EXTENSION of linux/vfio.h."""
 _TYPE1_IOMMU, _TYPE1V2_IOMMU = 1, 3
 _WRITE = """
 import os, sys
@@ -65,50 +65,44 @@ except OSError as error:
 else:
     print(0, end="")
 """
-"""Prints the error number, 0 for success. The kernel requires a single write. The process starts in about 10 ms."""
+"""Prints the error number, 0 for success. The kernel requires a single write."""
 _NO_IOMMU = (
     "the kernel has no IOMMU group for it; enable the IOMMU in the firmware, and on Intel processors also add "
     "intel_iommu=on to the kernel's command line"
 )
 _NOIOMMU_GROUP = "vfio-noiommu"
-"""The name that vfio gives to the group of a function without an IOMMU."""
 _VFIO_MODULE = "vfio_pci"
 _ALIAS = re.compile(r"^alias vfio_pci:(\S+) (\S+)$", re.MULTILINE)
 _FILE = re.compile(r"([^/\s:]+)\.ko(?:\.\w+)?(?=:|$)", re.MULTILINE)
 
 
 class PciControl(Protocol):
-    """Changes the drivers of PCI functions. The simulator has its own implementation."""
+    """The simulator has its own implementation."""
 
     def write(self, path: str, text: str) -> None:
         """Write to a file of sysfs; may block forever. Raises: OSError."""
 
     def load_module(self, module: str, timeout_s: float) -> None:
-        """Load a kernel module with its dependencies. Raises: OSError, TimeoutError; RetryableError with
-        modprobe's output.
-        """
+        """Load a module. Raises: OSError, TimeoutError; RetryableError with modprobe's output."""
 
     def maps_memory(self) -> bool:
-        """Whether the kernel can map the memory of a virtual machine for the functions of an IOMMU group.
-
-        Raises: OSError if the vfio node cannot be opened.
-        """
+        """Whether the kernel can map a virtual machine's memory for an IOMMU group. Raises: OSError."""
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
-        """Return the names and PIDs of the programs that have one of these host device nodes open; None if unknown.
+        """Return the programs that have one of these nodes open; None if unknown.
 
-        With `others_only`, programs that release a GPU on request are left out, such as gpu-dra-driver itself.
+        With `others_only`, leaves out programs that release a GPU on request.
         """
 
 
 class HostPciControl:
-    """`PciControl` for this node's kernel. `host_root` is where this process sees the host's `/`."""
+    """`host_root` is where this process sees the host's `/`."""
 
     def __init__(self, host_root: str) -> None:
         self._root = host_root
 
     def write(self, path: str, text: str) -> None:
-        """Write in a separate process, which exits after the write, whatever happens to this process."""
+        """Write in a separate process, which outlives this one if the write blocks."""
         writer = start_program(
             [sys.executable, "-I", "-S", "-c", _WRITE, path, text],
             stdin=subprocess.DEVNULL,
@@ -127,7 +121,7 @@ class HostPciControl:
         )
 
     def load_module(self, module: str, timeout_s: float) -> None:
-        """Load a module with the host's own modprobe, which knows the host's settings."""
+        """Run the host's own modprobe, which knows the host's settings."""
         command = ["chroot", self._root, "modprobe", module]
         path = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
         code, said = run_program(command, path, timeout_s=timeout_s, slot=f"modprobe {module}")
@@ -135,7 +129,7 @@ class HostPciControl:
             raise RetryableError(f"modprobe reports {' '.join(said.split())!r} ({exit_text(code)})")
 
     def maps_memory(self) -> bool:
-        """As in `PciControl`. If the module is not loaded, the kernel returns 0."""
+        """Without the module, the kernel returns 0."""
         file = os.open(CONTAINER_NODE, os.O_RDWR | os.O_CLOEXEC)
         try:
             return any(
@@ -145,12 +139,11 @@ class HostPciControl:
             os.close(file)
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
-        """As in `PciControl`."""
         return users_of("/proc", nodes, others_only=others_only)
 
 
 class VfioCards(Sysfs):
-    """The node's GPUs as cards. Bus IDs are in sysfs form. `wait_s` is always a time limit in seconds."""
+    """Bus IDs are in sysfs form; `wait_s` is a time limit in seconds."""
 
     def __init__(self, paths: HostPaths, nodes: DeviceNodeReader, control: PciControl) -> None:
         super().__init__(paths.sys, paths.proc)
@@ -163,10 +156,9 @@ class VfioCards(Sysfs):
     # --- state -----------------------------------------------------------------------------------
 
     def cards(self) -> tuple[Card, ...]:
-        """Return every NVIDIA GPU on the bus, in bus order, whatever its driver.
+        """Return every NVIDIA GPU on the bus, whatever its driver; `by_us` is not set.
 
-        `gpu_uuid` is the UUID that the NVIDIA driver reported to the kernel, else derived from the bus ID. Leaves
-        `by_us` unset.
+        `gpu_uuid` is the UUID that the NVIDIA driver reported to the kernel, else derived from the bus ID.
         """
         uuids = self.gpus_of_the_nvidia_driver()
         has_iommufd = self.node(IOMMU_NODE) is not None
@@ -177,29 +169,25 @@ class VfioCards(Sysfs):
         )
 
     def card(self, bus_id: str) -> Card | None:
-        """Return one of `cards`; None if there is no such GPU."""
         return next((card for card in self.cards() if card.bus_id == bus_id), None)
 
     def node(self, path: str) -> HostNode | None:
-        """Return a device node of the host, as containers see it; None if the host does not have it."""
         return next((node for dev in self._dev if (node := dev.node(path)) is not None), None)
 
     def vfio_device(self, bus_id: str) -> str | None:
-        """Return the name of the function's own vfio device, such as `vfio3`; None if it has none."""
+        """Return for example `vfio3`."""
         return next((name for name in names_in(self._devices / bus_id / "vfio-dev")), None)
 
     def virtual_functions(self, bus_id: str) -> int:
-        """Return how many virtual functions (SR-IOV) the function has now.
+        """Return how many virtual functions (SR-IOV) the function has.
 
-        `sriov_numvfs` is not read, because older kernels block its readers while the function changes drivers.
+        Does not read `sriov_numvfs`: older kernels block its readers while the function changes drivers.
         """
         return sum(name.startswith("virtfn") for name in names_in(self._devices / bus_id))
 
     def gpu_users(self, bus_id: str, *, others_only: bool = False) -> list[str] | None:
-        """Return the programs that have the GPU's NVIDIA nodes open, such as `dcgm-exporter (process 812)`;
-        None if unknown.
-
-        This process is included, except with `others_only`.
+        """Return the programs that have the GPU's NVIDIA nodes open, such as `dcgm-exporter (process 812)`; None if
+        unknown.
         """
         minor = self.gpu_minor(bus_id)
         if minor is None and self.bound_driver(bus_id) == NVIDIA:
@@ -209,15 +197,13 @@ class VfioCards(Sysfs):
         return self._control.users_of([*own, *nodes], others_only=others_only)
 
     def vm_users(self, card: Card) -> list[str] | None:
-        """Return the programs that have a vfio node of the card's group open, such as a virtual machine; None
-        if unknown.
-        """
+        """Return the programs that have a vfio node of the card's group open; None if unknown."""
         own = (self.vfio_device(bus_id) for bus_id in card.functions)
         nodes = [f"/dev/vfio/{card.iommu_group}", *(f"/dev/vfio/devices/{name}" for name in own if name)]
         return self._control.users_of(nodes)
 
     def closed_by(self, card: Card) -> str | None:
-        """Return why a virtual machine cannot open the IOMMU group of a card bound to vfio; None if it can."""
+        """Return why a virtual machine cannot open the card's IOMMU group."""
         for bus_id in card.functions:
             driver = self.bound_driver(bus_id)
             if driver is not None and not is_vfio(driver):
@@ -229,15 +215,12 @@ class VfioCards(Sysfs):
         return None
 
     def has_driver(self, driver: str) -> bool:
-        """Whether the driver is registered in the kernel now."""
         return self._modules.has_driver(driver)
 
     # --- changes -------------------------------------------------------------------------------
 
     def ready_driver(self, bus_id: str, wait_s: float) -> str:
-        """Return the name of the function's vfio driver, after loading its module if necessary. Raises:
-        RetryableError.
-        """
+        """Return the function's vfio driver; loads its module if necessary. Raises: RetryableError."""
         module = self._module(bus_id)
         if not self._modules.has_driver(self._modules.driver_of(module)):
             self._load(module, f"PCI function {bus_id}", wait_s)
@@ -251,8 +234,7 @@ class VfioCards(Sysfs):
     def ready_container(self, wait_s: float | None) -> None:
         """Make sure that the kernel can map a virtual machine's memory through the node of an IOMMU group.
 
-        Unlike iommufd, this requires a separate module, which is loaded within `wait_s` seconds; with None, the
-        module must already be loaded. Raises: RetryableError.
+        This requires a separate module; with None as `wait_s`, it must be loaded. Raises: RetryableError.
         """
         if self._maps_memory():
             return
@@ -283,19 +265,15 @@ class VfioCards(Sysfs):
             ) from error
 
     def override(self, bus_id: str, driver: str | None, wait_s: float) -> None:
-        """Let only this driver bind the function from now on; None allows any driver. Raises: like `unbind`."""
+        """Let only this driver bind the function; None allows any. Raises: like `unbind`."""
         action = f"set the driver_override of PCI function {bus_id} to {driver or 'nothing'}"
         self._write(action, f"{self._devices}/{bus_id}/driver_override", f"{driver or ''}\n", wait_s)
 
     def overridden_by(self, bus_id: str) -> str | None:
-        """Return the driver that `override` set; None if any driver may bind the function."""
         return self._text(bus_id, "driver_override").replace("(null)", "") or None
 
     def unbind(self, bus_id: str, wait_s: float) -> None:
-        """Unbind the function from its driver, if it has one.
-
-        Raises: NotAnsweredError if the write blocks, DeviceBusyError, RetryableError.
-        """
+        """Unbind the function. Raises: NotAnsweredError if the write blocks, DeviceBusyError, RetryableError."""
         driver = self.bound_driver(bus_id)
         if driver is None:
             return
@@ -307,17 +285,14 @@ class VfioCards(Sysfs):
             )
 
     def bind(self, bus_id: str, driver: str, wait_s: float) -> None:
-        """Bind the function to this driver, unless it is bound already. Raises: like `unbind`."""
+        """Bind the function. Raises: like `unbind`."""
         if self.bound_driver(bus_id) == driver:
             return
         path = f"{self._sys}/bus/pci/drivers/{driver}/bind"
         self._write(f"bind PCI function {bus_id} to {driver}", path, bus_id, wait_s)
 
     def probe(self, bus_id: str, wait_s: float) -> None:
-        """Let the kernel find a driver for the function.
-
-        The kernel does not report whether it found one; check `bound_driver` afterwards. Raises: like `unbind`.
-        """
+        """Let the kernel find a driver; it does not say whether it found one. Raises: like `unbind`."""
         path = f"{self._sys}/bus/pci/drivers_probe"
         self._write(f"find a driver for PCI function {bus_id}", path, bus_id, wait_s)
 
@@ -325,7 +300,7 @@ class VfioCards(Sysfs):
         """Wait until `driver` is bound to the GPU, vfio drivers to the card's other functions, and the group's node
         exists.
 
-        Raises: RetryableError that says what is missing after `wait_s` seconds.
+        Raises: RetryableError.
         """
         until = time.monotonic() + wait_s
         while (problem := self._not_yet(card, driver)) is not None:
@@ -380,9 +355,7 @@ class VfioCards(Sysfs):
         return replace(card, problem=next(self._problems(card, module), None))
 
     def _iommu_group(self, bus_id: str) -> str:
-        """Return the number of the function's IOMMU group, such as `14`; empty if no IOMMU isolates the
-        function.
-        """
+        """Return for example `14`; empty if no IOMMU isolates the function."""
         group = self._link(bus_id, "iommu_group") or ""
         name = self._sys / "kernel/iommu_groups" / group / "name"
         return "" if text_of(name).strip() == _NOIOMMU_GROUP else group
@@ -418,7 +391,7 @@ class VfioCards(Sysfs):
         return self._modules.best_for(self._text(bus_id, "modalias"))
 
     def _class(self, bus_id: str) -> int:
-        """Return base class and subclass, such as 0x0302; 0 if they cannot be read."""
+        """Return base class and subclass, such as 0x0302; 0 if unknown."""
         with suppress(ValueError):
             return int(self._text(bus_id, "class"), 16) >> 8
         return 0
@@ -432,7 +405,7 @@ def _missing(module: str) -> str:
 
 
 def _addressable(resource: str) -> int | None:
-    """Return the total size of a function's 64-bit memory regions, rounded up to a power of two."""
+    """Return the total size of 64-bit memory regions, rounded up to a power of two."""
     total = 0
     for line in resource.splitlines()[:_BARS]:
         with suppress(ValueError):
@@ -443,7 +416,7 @@ def _addressable(resource: str) -> int | None:
 
 
 class VfioModules:
-    """The modules of the running kernel, below the host's `/` as this process sees it."""
+    """`root` is the host's `/` as this process sees it."""
 
     def __init__(self, root: str, sys: str, proc: str) -> None:
         self._root = root
@@ -451,7 +424,7 @@ class VfioModules:
         self._release = Path(proc, "sys/kernel/osrelease")
 
     def best_for(self, modalias: str) -> str:
-        """Return the module for the function with this `modalias`: the most specific one that the kernel lists."""
+        """Return the most specific module that the kernel lists for this `modalias`."""
         function = modalias.removeprefix("pci:")
         fitting = [
             (-sum(map(pattern.count, "*?[")), module)
@@ -461,24 +434,20 @@ class VfioModules:
         return max(fitting, default=(0, _VFIO_MODULE))[1]
 
     def driver_of(self, module: str) -> str:
-        """Return the name of the module's driver, which may differ from the module's name. Before the module is
-        loaded, this is a guess.
-        """
+        """Return the module's driver; a guess before the module is loaded."""
         for name in names_in(self._sys / "module" / module / "drivers"):
             if name.startswith("pci:"):
                 return name.removeprefix("pci:")
         return VFIO_PCI if module == _VFIO_MODULE else module
 
     def has_driver(self, driver: str) -> bool:
-        """Whether the driver is registered in the kernel now."""
         return (self._sys / "bus/pci/drivers" / driver).is_dir()
 
     def is_installed(self, module: str) -> bool:
-        """Whether the module can be loaded or is built in, according to the kernel's lists of modules."""
+        """Whether the module can be loaded or is built in."""
         return module in self._named("modules.dep") or module in self._named("modules.builtin")
 
     def is_there(self, module: str) -> bool:
-        """Whether the module is loaded or can be loaded."""
         return (self._sys / "module" / module).is_dir() or self.is_installed(module)
 
     def _aliases(self) -> tuple[tuple[str, str], ...]:

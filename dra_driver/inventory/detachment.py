@@ -1,34 +1,24 @@
 """Closes NVML for a while, so that an administrator can reset GPUs, switch MIG modes or unload the NVIDIA driver.
 
-The NVIDIA driver counts every process with an open NVML session as a client of every GPU. `gpu-dra-driver
-detach` writes a file with an end time. Every process of the plugin on the node closes NVML when it sees the file, and
-opens NVML again at the end time or when the file is removed. Each process holds a lock while it has NVML open, so
-`detach` can see when all processes have closed it. The MPS host reads the same file, and holds a lock while it runs
-nvidia-smi.
+The NVIDIA driver counts every process with an open NVML session as a client of every GPU. `gpu-dra-driver detach`
+writes a file with an end time, so every process of the plugin closes NVML, also one that stands by or restarts. Each
+process, and the MPS host for nvidia-smi, holds a lock while it has NVML open, so `detach` can see when all have closed
+it.
 
     attached ──file──▶ closing ──no change of a GPU in progress──▶ detached ──its end, or `--end`──▶ attached
                         └── a change is in progress: retried a second later
 
-| A crash … | leaves | next |
-|---|---|---|
-| of the command, before the file is written | nothing | |
-| of the command, after that | the file | the plugin opens NVML when the time is over |
-| of the plugin | the file, no lock | the next process opens NVML only when the time is over |
-| of the node | the file of an older boot | the file is ignored |
+After a crash of the command or of the plugin, NVML stays closed until the end time, or until a reboot.
 
-A file is used instead of a daemon's socket because a process that stands by must close NVML too, and a restart must not
-open it.
-
-A pause is shorter: NVML is closed while a GPU moves to another kernel driver. For a change of the MIG mode, only the
-other processes close NVML. The process that needs the pause holds a lock; all other processes keep NVML closed until
-the lock is released. No device is withdrawn, and calls wait where they can.
+A pause is shorter: NVML is closed while a GPU moves to another kernel driver, or, in the other processes, while the MIG
+mode changes. The process that needs the pause holds a lock. No device is withdrawn, and calls wait where they can, for
+a few seconds at most.
 
     wanted ──no nvidia-smi, no operation──▶ own NVML closed ──lock──▶ others closing ──▶ paused ──released──▶ over
      └── too long, or a GPU hangs: refused         └────── too long: refused, the lock is released ─────▲
 
-Until NVML closes for a pause, all work continues. After that, other work waits for a few seconds at most. The kernel
-releases the lock of a process that was killed, unless one of its threads hangs in the kernel. Only the worker pauses
-others, so the worker ignores such a lock.
+A killed process whose thread hangs in the kernel keeps its lock. Only the worker pauses others, so the worker ignores
+such a lock.
 
 | Byte of the lock file | is locked by |
 |---|---|
@@ -85,7 +75,7 @@ _MAX_NAMED = 8
 
 
 def _seconds_of_boot() -> float:
-    """Return the seconds since boot. Unlike the wall clock, this clock is never adjusted; it includes suspend."""
+    """Unlike the wall clock, this clock is never adjusted; it includes suspend."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -94,10 +84,9 @@ _DETACH_FILE = FileFormat("detach file", _SHAPE.decode, _SHAPE.encode)
 
 
 class Detachments:
-    """The detach file and the lock of NVML in the plugin directory. Thread-safe.
+    """The detach file and the lock of NVML in the plugin directory. Thread-safe. Methods raise StateError.
 
-    `boot_id` is the ID of this boot. If it is unknown, a file of any boot counts, and no detachment can be written.
-    `is_worker` returns whether this process is the node's worker, which ignores pauses of other processes.
+    If `boot_id` is unknown, a file of any boot counts. The node's worker ignores pauses of other processes.
     """
 
     def __init__(
@@ -116,18 +105,16 @@ class Detachments:
         self._read: Detachment | None = None
 
     def now(self) -> Detachment | None:
-        """Return the current detachment, or None. Raises: StateError if the detach file cannot be read."""
         return self._if_it_lasts(self.written())
 
     def last_known(self) -> Detachment | None:
-        """Like `now`, but while the detach file cannot be read, its last known content counts."""
         return self._if_it_lasts(self._last_written())
 
     def written(self) -> Detachment | None:
-        """Return the detachment in the detach file, even if its time is over. A damaged file counts as None, because it
-        must not leave the node without GPUs forever. A file of a newer release closes NVML for at most a day.
+        """Return the detachment in the detach file, even if its time is over.
 
-        Raises: StateError if the file cannot be read.
+        A damaged file counts as None, because it must not leave the node without GPUs forever. A file of a newer
+        release closes NVML for at most a day.
         """
         content = _content(self._path)
         try:
@@ -157,18 +144,15 @@ class Detachments:
         return Detachment(self._boot_id or "", since_boot + MAX_S if since_boot >= 0 else 0.0, text)
 
     def maintenances(self, records: Iterable[ClaimRecord]) -> list[Maintenance]:
-        """Return the state of each maintenance claim among the records of this node, from the last known content of the
-        detach file.
-        """
         return maintenances(records, self._last_written(), self._boot_id, self._clock())
 
     def problem(self) -> str | None:
-        """Return why this process must keep NVML closed now; None if this process may open NVML."""
+        """Return why this process must keep NVML closed now."""
         error = self._refusal()
         return None if error is None else str(error)
 
     def detached(self) -> str | None:
-        """Like `problem`, but ignores pauses."""
+        """Return the problem, without pauses."""
         try:
             found = self.now()
         except StateError as error:
@@ -189,10 +173,6 @@ class Detachments:
             )
 
     def guarded(self, load: Callable[[], object]) -> Callable[[], object]:
-        """Wrap `load` so that it raises NvmlDetachedError while NVML must stay closed (NvmlPausedError during a
-        pause).
-        """
-
         def unless_detached() -> object:
             error = self._refusal()
             if error is not None:
@@ -203,10 +183,10 @@ class Detachments:
 
     @contextmanager
     def using_nvml(self, wait_s: float = _PAUSE_S) -> Iterator[None]:
-        """Hold the lock of NVML while the block runs a program that opens NVML: `detach` and `pause` wait for the end
-        of the block. The program holds the lock too, also if this process is killed.
+        """Hold the lock of NVML while the block runs a program that opens NVML.
 
-        Waits up to `wait_s` seconds for a pause to end. Raises: NvmlDetachedError.
+        The program holds the lock too, also if this process is killed. Waits for a pause to end. Raises:
+        NvmlDetachedError.
         """
         mark, until = UseMark(self._lock, _SMI), time.monotonic() + wait_s
         try:
@@ -227,9 +207,7 @@ class Detachments:
             mark.release()
 
     def paused(self) -> bool:
-        """Whether this process must keep NVML closed for a moment, because another process requires it. False if that
-        is unknown: then an open NVML stays open, and a closed one stays closed.
-        """
+        """Whether another process requires that this one keeps NVML closed. If unknown, an open NVML stays open."""
         with suppress(StateError):
             return self._is_paused_by_others()
         return False
@@ -238,10 +216,7 @@ class Detachments:
         return not self._is_worker() and UseMark(self._lock, _PAUSED).is_held()
 
     def wait_for_smi(self, wait_s: float) -> None:
-        """Wait until no nvidia-smi runs that a process of the plugin started. New ones may still start.
-
-        Raises: NvmlInUseError if that takes longer than `wait_s`; StateError.
-        """
+        """Wait until no nvidia-smi of the plugin runs. New ones may still start. Raises: NvmlInUseError."""
         until, mark = time.monotonic() + wait_s, UseMark(self._lock, _SMI)
         while mark.is_held():
             if time.monotonic() >= until:
@@ -254,10 +229,9 @@ class Detachments:
     def pause(self, what: str, wait_s: float = _CLOSING_S, own: UseMark | None = None) -> Iterator[None]:
         """Keep NVML closed in all of the plugin's processes on this node. Pauses of one process may overlap.
 
-        This process is included, unless `own` is the mark of its open session. `what` describes the work in the log.
+        This process is included, unless `own` is the mark of its open session.
 
-        Raises: NvmlDetachedError; NvmlInUseError if another process has not closed NVML after `wait_s` seconds;
-        StateError.
+        Raises: NvmlDetachedError; NvmlInUseError if another process has not closed NVML after `wait_s` seconds.
         """
         mark, began = UseMark(self._lock, _PAUSED), time.monotonic()
         mark.hold()
@@ -283,11 +257,13 @@ class Detachments:
     def begin(
         self, seconds: float, claim: ClaimRef | None = None, gpu_uuids: tuple[str, ...] = ()
     ) -> Detachment:
-        """Keep NVML closed for `seconds` from now on. Without a `claim`, this replaces an earlier detachment without a
-        claim. A claim that already has a detachment keeps it; the caller holds the claim's lock.
+        """Keep NVML closed for `seconds` from now on.
+
+        Without a `claim`, this replaces an earlier detachment without a claim. A claim that already has a detachment
+        keeps it.
 
         Raises: DeviceBusyError while another claim keeps NVML closed; NvmlDetachedError for a claim while `detach`
-        keeps NVML closed; StateError.
+        does.
         """
         if self._boot_id is None:
             raise StateError("the ID of this boot cannot be read, so a detachment would outlive a reboot")
@@ -306,7 +282,6 @@ class Detachments:
         return made
 
     def _changing(self) -> AbstractContextManager[int]:
-        """Keep other processes from beginning a detachment. Raises: RetryableError; StateError."""
         lock, busy = self._path.with_suffix(".lock"), "another process is writing the detach file; try again"
         return hold_file(lock, time.monotonic() + _CLOSING_S, busy)
 
@@ -323,9 +298,8 @@ class Detachments:
         write_atomically(self._path, _DETACH_FILE.write(made), durable=False)
 
     def wait_closed(self, made: Detachment, timeout_s: float) -> None:
-        """Wait until every process of this plugin on the node has closed NVML for a detachment.
-
-        Raises: NvmlInUseError after `timeout_s` seconds; RetryableError if the detachment was ended; StateError.
+        """Raise NvmlInUseError if a process of the plugin still has NVML open after `timeout_s`, or RetryableError if
+        the detachment was ended.
         """
         end = time.monotonic() + timeout_s
         while self.is_nvml_open() and self.now() == made:
@@ -341,18 +315,11 @@ class Detachments:
             )
 
     def is_nvml_open(self, excluded: UseMark | None = None) -> bool:
-        """Whether any of the plugin's processes has NVML open or runs nvidia-smi, except for the session that holds
-        the mark `excluded`.
-
-        Raises: StateError.
-        """
         opened = excluded or UseMark(self._lock, _OPEN)
         return opened.is_held() or UseMark(self._lock, _SMI).is_held()
 
     def restore(self, made: Detachment, before: Detachment | None) -> None:
-        """Restore the detachment `before` that `made` replaced, unless someone has changed the file since. A
-        maintenance claim's detachment is not restored: the claim may have ended. Raises: RetryableError; StateError.
-        """
+        """Restore what `made` replaced, except a maintenance claim's detachment, because the claim may have ended."""
         with self._changing():
             if self.now() != made:
                 return
@@ -362,7 +329,6 @@ class Detachments:
                 self._write(before)
 
     def remove_damaged(self) -> None:
-        """Remove the detach file if it is damaged. Raises: RetryableError; StateError."""
         if _content(self._path) is None:
             return
         with self._changing():
@@ -370,9 +336,7 @@ class Detachments:
                 self._remove()
 
     def end(self) -> None:
-        """Let the plugin open NVML again. The file of a maintenance claim stays, with its end time set to now, unless
-        it cannot be read. Raises: StateError.
-        """
+        """Let the plugin open NVML again. The file of a maintenance claim stays, with its end time set to now."""
         found = None
         with suppress(StateError):
             found = self.written()
@@ -383,8 +347,10 @@ class Detachments:
             self._write(replace(found, until_s=self._clock(), until=until))
 
     def end_of(self, claim: ClaimRef) -> bool:
-        """Remove the detach file if it belongs to this maintenance claim; return whether it did. A newer release's file
-        belongs to the claim whose UID it contains. The caller holds the claim's lock. Raises: StateError.
+        """Remove the detach file if it belongs to this maintenance claim, whose lock the caller holds; return whether
+        it did.
+
+        A newer release's file belongs to the claim whose UID it contains.
         """
         content, found = _content(self._path), self.written()
         is_its = found is not None and (
@@ -402,9 +368,7 @@ class Detachments:
 
 
 def _content(path: Path) -> bytes | None:
-    """Return the content of a file; None if it does not exist. Raises: StateError for any other failure, because a file
-    that cannot be read now may keep NVML closed.
-    """
+    """Return None only if the file does not exist: a file that cannot be read may keep NVML closed."""
     try:
         return read_plain(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -416,10 +380,10 @@ def _content(path: Path) -> bytes | None:
 def nvml_pause(
     session: NvmlSession, detachments: Detachments
 ) -> Callable[[str, Callable[[], float]], AbstractContextManager[None]]:
-    """Return a context manager that keeps NVML closed, in this process and in the plugin's other processes on the node.
+    """Return a context manager that keeps NVML closed in all of the plugin's processes on the node.
 
-    It takes a text for `Detachments.pause`, and a function that returns how many seconds to wait for calls in progress.
-    It raises: NvmlDetachedError, NvmlInUseError, StateError; errors of the function.
+    It takes a text for the log, and a function that returns how many seconds to wait for calls in progress. It raises
+    NvmlDetachedError, NvmlInUseError, StateError.
     """
 
     @contextmanager
@@ -435,12 +399,10 @@ def nvml_pause(
 def closed_elsewhere(
     session: NvmlSession, detachments: Detachments, refuse_hanging: Callable[[str], None]
 ) -> Callable[[str, str], AbstractContextManager[None]]:
-    """Return a context manager that closes NVML in the plugin's other processes on the node, if any of them has NVML
-    open, but not in this process.
+    """Return a context manager that closes NVML in the plugin's other processes on the node.
 
-    It takes the UUID of the GPU to change, and a text as in `nvml_pause`. `refuse_hanging` raises an error if an
-    operation on another GPU hangs, because closing NVML might hang too. Raises: like `Detachments.pause`; errors
-    of `refuse_hanging`.
+    It takes the UUID of the GPU to change, and a text for the log. `refuse_hanging` raises an error if an operation on
+    another GPU hangs, because closing NVML might hang too.
     """
 
     @contextmanager
@@ -462,13 +424,10 @@ def detach(
     claims: Callable[[], Sequence[str]] | None,
     timeout_s: float = _TIMEOUT_S,
 ) -> Detachment:
-    """Close NVML for `seconds`, and wait until every process of the plugin has closed it.
+    """Close NVML for `seconds` in all processes of the plugin, unless `claims` returns claims that use the GPUs.
 
-    `claims` returns the claims that use the GPUs; None skips that check. On an error, the previous detachment is
-    restored.
-
-    Raises: ClaimsInTheWayError; DeviceBusyError while a maintenance claim keeps NVML closed; NvmlInUseError if a
-    process does not close NVML in time; StateError.
+    On an error, the previous detachment is restored. Raises: ClaimsInTheWayError; the errors of `begin` and
+    `wait_closed`.
     """
     _refuse(claims)
     before = detachments.now()

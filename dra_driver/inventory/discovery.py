@@ -1,10 +1,7 @@
 """Keeps a snapshot of the node's devices, with or without a working driver.
 
-The snapshot is level-triggered. Every two seconds, one thread checks a cheap fingerprint of the host and of
-NVML. If the fingerprint changed, or on request, the thread reads everything again, once for all requests. If only MIG
-devices appeared or disappeared, it first checks whether the plugin itself changed them: then the snapshot stays valid.
-The gRPC server starts without waiting for discovery: until NVML answers there is no inventory, and Unprepare
-needs only the records.
+Every two seconds, one thread checks a cheap fingerprint of the host and of NVML. If it changed, or on request, the
+thread reads everything again. If the plugin itself changed the MIG devices, the snapshot stays valid.
 """
 
 from __future__ import annotations
@@ -70,14 +67,11 @@ NOT_DISCOVERED = "devices have not been discovered yet"
 class Discovery:
     """Owns the inventory.
 
-    The callbacks run in the discovery thread. `on_change` is called after each change, and `on_reload` when the
-    NVIDIA driver is found for the first time or was reloaded. `on_hardware` is called when NVML lists different GPUs
-    under the same driver, or answers again.
+    The callbacks run in the discovery thread: `on_reload` when the NVIDIA driver is found or was reloaded,
+    `on_hardware` when NVML lists different GPUs under the same driver, or answers again.
 
-    Without an `ownership`, every MIG device is foreign. NVML is kept closed while GPUs are detached, and during
-    a pause. During a pause or a maintenance claim, the inventory keeps its devices. `cards` returns the GPUs for
-    virtual machines, given the GPUs that NVML lists. Without `files`, the NVIDIA driver's files are not checked;
-    without `imex`, IMEX channels are not counted.
+    During a pause or a maintenance claim, NVML is closed and the inventory keeps its devices. `cards` returns the GPUs
+    for virtual machines, given the GPUs that NVML lists.
     """
 
     nvml: NvmlReader
@@ -116,30 +110,24 @@ class Discovery:
         self._logged_faults: frozenset[DiscoveryFault] = frozenset()
         self._is_started = False
         self.gpus_in_maintenance: Collection[str] = ()
-        """The GPU UUIDs of the maintenance claim for which NVML was closed. Empty again once NVML has been read after
-        that.
-        """
+        """The GPUs of the maintenance claim for which NVML was closed, until NVML has been read after that."""
         self._worker = BackgroundWorker("discovery", self._look, self._crashed)
 
     def latest(self) -> Inventory | None:
-        """Return the current inventory; None before the first answer of NVML."""
         return self.inventory
 
     def driver_version(self) -> str | None:
-        """Return the version of the NVIDIA driver; None until NVML has answered."""
         return self.inventory.versions.driver if self.inventory else None
 
     @property
     def has_scanned(self) -> bool:
-        """Whether a scan has ended, whatever it found."""
         return self._scans_ended > 0
 
     def unavailable(self) -> str | None:
-        """Return why devices cannot be used now; None if they can."""
         return self._problem
 
     def problem(self) -> str | None:
-        """Like `unavailable`, but also reports that NVML hangs, which does not keep known devices from being
+        """Return why devices cannot be used, or that NVML hangs, which does not keep known devices from being
         prepared.
         """
         began = self._scan_began_at
@@ -152,11 +140,6 @@ class Discovery:
         )
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return the node's problems: devices cannot be used, NVML hangs, or driver files are missing.
-
-        Empty before the first discovery. Until devices have been usable once, the problem is that the node waits
-        for the NVIDIA driver, unless NVML is kept closed on purpose.
-        """
         found = [NodeProblem("driver-files-missing", fault.text) for fault in self._driver_file_faults()]
         unavailable, problem = self._problem, self.problem()
         if problem is not None and problem != NOT_DISCOVERED:
@@ -165,35 +148,27 @@ class Discovery:
         return found
 
     def start(self) -> None:
-        """Start discovery in the background."""
         self._is_started = True
         self._want_scan()
         self._worker.start()
 
     def stop(self) -> None:
-        """Stop discovery and close NVML."""
         self._worker.stop()
         self.nvml.session.close()
 
     def request_rescan(self) -> None:
-        """Request a scan soon."""
         with self._turn:
             self._want_scan()
 
     def health_polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
-        """Request a scan if a health poll found different NVLinks or a different fabric than the inventory has.
-
-        Every poll is compared, so that a change is found regardless of the order of scans and polls.
+        """Request a scan for different NVLinks or a different fabric. Every poll is compared, so the order of scans and
+        polls does not matter.
         """
         if is_other_nvlink(self.inventory, gpu_uuid, polled):
             self.request_rescan()
 
     def scan_now(self, timeout_s: float) -> None:
-        """Scan now, and wait up to `timeout_s` seconds for the result.
-
-        Callers that arrive during a scan share the next one. If NVML is unavailable, `unavailable` then returns the
-        reason; no error is raised.
-        """
+        """Scan now, and wait up to `timeout_s` seconds. Callers that arrive during a scan share the next one."""
         if not self._is_started:
             self._scan()
             return
@@ -202,7 +177,7 @@ class Discovery:
             self._turn.wait_for(lambda: self._scans_ended >= wanted or self._worker.is_stopping, timeout_s)
 
     def _want_scan(self) -> int:
-        """Request the next scan; returns its number. The caller holds `_turn` once the thread runs."""
+        """Return the number of the next scan. The caller holds `_turn` once the thread runs."""
         self._scans_wanted = self._scans_begun + 1
         self._worker.wake()
         return self._scans_wanted
@@ -214,7 +189,6 @@ class Discovery:
         return self.detachments is not None and self.detachments.paused()
 
     def _look(self) -> float:
-        """Scan if a scan is due or the hardware changed; returns the seconds until the next check."""
         if self._is_scan_due() or self._has_changed():
             self._scan()
         return self._pause_s()
@@ -245,7 +219,6 @@ class Discovery:
         return _RESCAN_INCOMPLETE_S if is_incomplete else _RESCAN_EVERY_S
 
     def _has_changed(self) -> bool:
-        """Whether anything changed other than MIG devices that the plugin created or destroyed."""
         before, now = self._fingerprint, HardwareFingerprint(self.host.fingerprint())
         if before is None or self._reopening_is_due or self._detached() is not None:
             return True
@@ -268,7 +241,6 @@ class Discovery:
         return False
 
     def _is_all_ours(self, gpu_uuids: frozenset[str]) -> bool:
-        """Whether these GPUs still offer the same devices. Raises: DraDriverError."""
         known = {gpu.uuid: gpu for gpu in (self.inventory or Inventory()).gpus}
         if self.inventory is None or self.inventory.unread & gpu_uuids:
             return False
@@ -296,9 +268,8 @@ class Discovery:
                 self._turn.notify_all()
 
     def _wait_for_pause(self) -> bool:
-        """Keep NVML closed in this process until the worker needs no pause.
-
-        Returns False if NVML cannot be closed now, or if this process is stopping.
+        """Keep NVML closed until the worker needs no pause. Returns False if it cannot be closed now, or when
+        stopping.
         """
         if not self._is_paused():
             return True
@@ -312,7 +283,7 @@ class Discovery:
         return not self._worker.is_stopping
 
     def _read_everything(self) -> bool:
-        """Read everything; returns False if NVML was closed in between, so that the result is unknown."""
+        """Return False if NVML was closed in between, so that the result is unknown."""
         detached = self._detached()
         if detached is not None:
             self._detach(detached)
@@ -361,9 +332,8 @@ class Discovery:
     def _detach(self, detached: Detachment) -> None:
         """Close NVML and withdraw the devices.
 
-        They are withdrawn rather than tainted, because a reset or a change of the MIG mode may turn them into
-        other devices. For a maintenance claim, only the devices of its GPUs are withdrawn, according to its
-        record. Settings that closing NVML may undo, such as time slices, are restored when NVML answers again.
+        A taint is not enough, because a reset or a change of the MIG mode may turn them into other devices. For a
+        maintenance claim, its record withdraws only the devices of its GPUs.
         """
         try:
             self.nvml.session.release(detached.problem)
@@ -379,8 +349,8 @@ class Discovery:
     def _wants_new_session(self, now: HostFingerprint) -> bool:
         """Whether NVML must be closed and opened again.
 
-        It stays open otherwise: when its last client closes it, the NVIDIA driver releases the GPUs, which
-        takes seconds to undo and loses compute mode and time slices.
+        When its last client closes NVML, the NVIDIA driver releases the GPUs, which takes seconds to undo and loses
+        compute mode and time slices.
         """
         before = self._fingerprint
         return (
@@ -395,7 +365,6 @@ class Discovery:
         )
 
     def _reopen(self) -> bool:
-        """Reopen NVML; returns False if a change to a GPU is in progress, and the next check retries."""
         self._reopening_is_due = True
         try:
             self.nvml.reopen()
@@ -409,15 +378,11 @@ class Discovery:
         return True
 
     def _log_in_use(self, error: NvmlInUseError) -> None:
-        """Log each reason once. While a call hangs, every check finds the same reason."""
         if str(error) != self._in_use:
             _log.info("nvml_in_use", reason=str(error))
         self._in_use = str(error)
 
     def _complete(self, read: Inventory) -> Inventory:
-        """Add what only the host can tell: PCI locations, lost GPUs, cards, driver files and IMEX channels. Raises:
-        StateError; NvmlUnavailableError like `assembled`.
-        """
         before, now = self.inventory, int(time.time())
         located = (self._located(with_unready_since(gpu, before, now)) for gpu in read.gpus)
         gpus = tuple(self._offer.of(gpu, read, before) for gpu in located)
@@ -467,9 +432,7 @@ class Discovery:
         self.on_change()
 
     def _without_ledger(self, error: StateError) -> None:
-        """Keep the known devices as they are: without the ledger, the owners of MIG devices and cards are
-        unknown.
-        """
+        """Keep the known devices: without the ledger, the owners of MIG devices and cards are unknown."""
         _log.error("ledger_unusable", reason=str(error))
         if self._problem is not None:
             self._problem = str(error)
@@ -477,9 +440,8 @@ class Discovery:
     def _without_nvml(self, error: DraDriverError, host: HostFingerprint) -> None:
         """Handle unavailable NVML.
 
-        A node without GPUs, or with all GPUs bound to vfio, needs no driver, so its devices are known. A driver
-        that is installed but unusable is a problem on any node: its GPUs may not be on the bus yet, or hidden
-        from this container.
+        A node without GPUs, or with all GPUs bound to vfio, needs no driver. A driver that is installed but unusable is
+        a problem on any node: its GPUs may not be on the bus yet, or hidden from this container.
         """
         self._has_nvml = False
         if not host.driver:
@@ -497,9 +459,6 @@ class Discovery:
         self._became_known(Inventory(cards=cards))
 
     def _became_unavailable(self, error: DraDriverError, *, keeps_devices: bool = False) -> None:
-        """Withdraw known devices, because they cannot be used without the NVIDIA driver. With `keeps_devices`, the
-        devices stay.
-        """
         problem = str(error)
         if self._problem != problem:
             _log.warning("nvml_unavailable", reason=problem)
@@ -513,7 +472,6 @@ class Discovery:
             self.on_change()
 
     def _log_faults(self, inventory: Inventory) -> None:
-        """Log each fault once while it lasts."""
         faults = frozenset(inventory.faults)
         for fault in inventory.faults:
             if fault not in self._logged_faults:
@@ -530,9 +488,7 @@ def discover_once(
     files: DriverRoot | None = None,
     imex: ImexChannelNodes | None = None,
 ) -> Inventory:
-    """Return the inventory as the daemon would see it, for one-time callers. NVML stays open. Raises:
-    NvmlUnavailableError.
-    """
+    """Return the inventory as the daemon would see it. NVML stays open. Raises: NvmlUnavailableError."""
     discovery = Discovery(
         nvml, host, _ignored, _ignored, ownership, _ignored, cards=cards, files=files, imex=imex
     )
@@ -543,9 +499,8 @@ def discover_once(
 
 
 def _without_bound(functions: Collection[str], cards: Sequence[Card]) -> frozenset[str]:
-    """Return the bus IDs of those GPUs that are not bound to a vfio driver."""
     return frozenset(functions).difference(card.bus_id for card in cards if card.is_bound)
 
 
 def _ignored() -> None:
-    """Ignore the callback: there are no changes to report after a single scan."""
+    """Ignore the callback."""

@@ -11,15 +11,9 @@
 | active | record and file | the next instance keeps NVML closed, and does not change the slices |
 | between removing the record and the file | the file | the next start, or the next Unprepare, removes the file |
 
-The same is left if the file cannot be read or removed when the claim ends.
-
-After a reboot the file is ignored, and the claim counts as not prepared yet.
-
-The file belongs to the claim's lock: only a holder of the lock writes or removes it, after reading the record's phase.
-The step waits for NVML to close without the lock, because that may hang. So `Executor.complete` checks under the lock
-that NVML is still closed for the claim before it writes `prepared`. A step whose call has given up writes no file; if
-NVML closes after its call has given up, the step removes its file. Only `detach --end` ignores the lock, because an
-administrator wants NVML open at once. A file whose time is over may be replaced by anyone.
+Only a holder of the claim's lock writes or removes the file, except `detach --end`, and anyone may replace a file whose
+time is over. The step waits for NVML to close without the lock, because that may hang. So `Executor.complete` checks
+under the lock that NVML is still closed for the claim before it writes `prepared`.
 """
 
 from __future__ import annotations
@@ -57,10 +51,9 @@ _MAX_NAMED = 8
 
 @dataclass(eq=False)
 class MaintenanceSteps:
-    """Closes NVML for a maintenance claim, and lets discovery open it again.
+    """Closes NVML for a maintenance claim, and lets discovery open it again. Methods raise StateError.
 
-    `is_offered` returns whether the API server may still list a device of the given GPUs. `publish` makes the plugin
-    write the slices soon, and `rescan` makes discovery check NVML soon.
+    `is_offered` returns whether the API server may still list a device of the given GPUs.
     """
 
     detachments: Detachments
@@ -71,10 +64,8 @@ class MaintenanceSteps:
     rescan: Callable[[], None]
 
     def open(self) -> None:
-        """Remove a damaged file, and the file that a crash left for a claim that is not prepared. Call this before NVML
-        is opened. A file that cannot be read stays: NVML stays closed, and discovery reports the error.
-
-        Raises: StateError.
+        """Remove a damaged file, and the file that a crash left for a claim that is not prepared, before NVML is
+        opened.
         """
         try:
             written = self.detachments.written()
@@ -95,11 +86,9 @@ class MaintenanceSteps:
             _log.info("maintenance_abandoned", claim=str(ref), claim_uid=ref.uid)
 
     def do(self, step: StartMaintenance, plan: Plan) -> None:
-        """Close NVML once nothing uses the GPUs. Does nothing for a prepared claim, whose maintenance has
-        already started.
+        """Close NVML once nothing uses the GPUs. Does nothing for a prepared claim.
 
-        Raises: DeviceBusyError that names the claims on the GPUs, or the maintenance claim on other GPUs;
-        RetryableError, including if NVML is not closed in time; StateError.
+        Raises: DeviceBusyError that names the claims in the way; RetryableError.
         """
         ref = plan.claim.ref
         if self._is_prepared(ref, step):
@@ -122,11 +111,10 @@ class MaintenanceSteps:
         _log.info("maintenance_started", claim_uid=ref.uid, gpu_uuids=step.gpu_uuids, until=made.until)
 
     def undo(self, step: StartMaintenance, ref: ClaimRef) -> None:
-        """Let the plugin open NVML again if it was closed for the claim, and publish the GPUs. The caller holds the
-        claim's lock.
+        """Let the plugin open NVML again if it was closed for the claim, and publish the GPUs, under the claim's lock.
 
-        The claim ends even if its file cannot be read or removed, because a pod must always be able to end. NVML then
-        stays closed until the time in the file is over or the plugin starts again, and discovery reports this.
+        A pod must always be able to end: if the file cannot be read or removed, NVML stays closed until the time in the
+        file is over or the plugin starts again.
         """
         try:
             if self.detachments.end_of(ref):
@@ -143,9 +131,7 @@ class MaintenanceSteps:
         self.publish()
 
     def in_place(self, step: StartMaintenance, record: ClaimRecord) -> bool:
-        """Whether NVML is closed for the claim. True for a prepared claim, because NVML is not closed a second time for
-        it.
-        """
+        """Whether NVML is closed for the claim. True for a prepared claim: NVML is not closed for it a second time."""
         if record.phase == "prepared":
             return True
         try:
@@ -158,21 +144,18 @@ class MaintenanceSteps:
         return True
 
     def _give_back(self, made: Detachment, ref: ClaimRef) -> None:
-        """Remove the file that this step wrote. Raises: StateError; RetryableError if the claim's lock is busy."""
         with self.records.locks.hold(ref.uid, _LOCK_S):
             if self.detachments.written() == made:
                 self.detachments.end_of(ref)
                 self.rescan()
 
     def _is_prepared(self, ref: ClaimRef, step: StartMaintenance) -> bool:
-        """Raise RetryableError if the claim's record does not have this step any more."""
         record = self.records.get(ref.uid)
         if record is None or step not in record.steps:
             raise RetryableError("the claim was unprepared or changed while NVML was being closed for it")
         return record.phase == "prepared"
 
     def _refuse_users(self, step: StartMaintenance, plan: Plan) -> None:
-        """Raise DeviceBusyError."""
         if plan.waits_for:
             raise DeviceBusyError(
                 f"waits for the claims on its GPUs: {named(plan.waits_for, _MAX_NAMED)}; maintenance starts when their "
@@ -182,9 +165,6 @@ class MaintenanceSteps:
             raise DeviceBusyError(f"maintenance starts after the cleanup of its GPUs. {pending[0].text}")
 
     def _wait_withdrawn(self, step: StartMaintenance) -> None:
-        """Wait until the API server lists no device of the GPUs; until then the scheduler could still allocate one.
-        Raises: RetryableError.
-        """
         end = time.monotonic() + seconds_for("withdraw the GPUs", _WITHDRAWING_S)
         while self.is_offered(step.gpu_uuids):
             if time.monotonic() >= end:

@@ -1,12 +1,10 @@
 """Cleans up after ended claims: undoes their ledger entries, each in the lane of its GPU.
 
-    ended ──its lane is idle──▶ every step undone, in reverse order ──▶ (nothing)
-     ▲                              │
-     └── an undo failed: retried after a pause, when a tool is back, or before a Prepare that needs the GPU
+Each GPU has its own retry delay, and the loop does not wait for the lanes, so a GPU or tool that hangs does
+not delay other GPUs. An undo reads the ledger and the records again, so it never undoes what another claim
+also needs.
 
-Each GPU is cleaned in its lane with its own retry delay, and the loop does not wait for the lanes. So a GPU or tool
-that hangs does not delay other GPUs. An undo reads the ledger and the records again, so it never undoes a setting that
-another claim also needs.
+Methods that read the ledgers raise StateError.
 """
 
 from __future__ import annotations
@@ -50,18 +48,17 @@ from dra_driver.model.steps import LedgerStep
 _log = structlog.get_logger(__name__)
 
 UNDO_S = 5.0
-"""How long one undo may take. A failed undo does not keep the claim from ending."""
+"""A failed undo does not keep the claim from ending."""
 CLEAN_BEFORE_S = 8.0
-"""How long a Prepare waits for pending cleanups on its GPUs."""
+"""For the cleanups before a Prepare."""
 _CLEAN_AGAIN_S = 0.5
-"""The pause before a Prepare retries a failed undo."""
 _ALL_S = 30.0
 RETRY_FILE = "cleanup-now"
-"""A command writes this file in the plugin's directory, so that the plugin retries all pending cleanup."""
+"""A command writes this file below the plugin's directory; the plugin then retries all pending cleanup."""
 _CHECK_EVERY_S = 5.0
-"""How often the loop checks for cleanups, if nothing wakes it."""
+"""If nothing wakes the loop."""
 _TOOLS_EVERY_S = 1.0
-"""How often the loop checks the tools and GPUs while cleanups are pending."""
+"""While cleanups are pending."""
 _CLEAR_EVERY_S = 30.0
 _RETRY_FIRST_S = 0.5
 _RETRY_MAX_S = 30.0
@@ -74,13 +71,13 @@ class StepRunner(Protocol[S_contra]):
     """Does and undoes steps of one type. Both are idempotent."""
 
     def do(self, step: S_contra, plan: Plan) -> None:
-        """Do the step, even if parts of it are already done."""
+        """Do the step, even if parts are already done."""
 
     def undo(self, step: S_contra, ref: ClaimRef) -> None:
-        """Undo what the step may have done for the claim. The caller checks that no other claim needs it."""
+        """Undo what the step may have done. No other claim needs it."""
 
     def in_place(self, step: S_contra, record: ClaimRecord) -> bool:
-        """Whether the step's result still exists, as far as that is visible without the GPU driver."""
+        """Whether the result still exists, as far as that is visible without the GPU driver."""
 
 
 class Restorer(Protocol):
@@ -88,23 +85,22 @@ class Restorer(Protocol):
 
     @property
     def what(self) -> str:
-        """The operation, as a text such as `restoring the time slice after a reload of the NVIDIA driver`."""
+        """Such as `restoring the time slice after a reload of the NVIDIA driver`."""
 
     def gpus(self) -> Collection[str]:
-        """Return the UUIDs of the GPUs whose settings must be restored. Raises: StateError."""
+        """Return the GPUs with settings to restore. Raises: StateError."""
 
     def restore(self, gpu_uuid: str) -> None:
-        """Restore the settings of a GPU; called in its lane. Raises: DraDriverError if some could not be restored."""
+        """Restore a GPU's settings in its lane. Raises: DraDriverError if some could not be restored."""
 
 
 @dataclass(eq=False)
 class Cleaner(BackgroundWorker):
     """Runs pending cleanups: for an Unprepare, before a Prepare that needs the GPU, and in its own thread.
 
-    The thread submits work to the lanes on request, and when `tools` returns a new value: a program, the MPS host or
-    the NVIDIA driver is back. Otherwise it retries each GPU after growing pauses. The `restorers` run in the same
-    lanes. `changed` is called after pending cleanups have changed. Twice a
-    minute the thread removes the temporary files of killed writers; `temporary` lists their directories and patterns.
+    The thread submits work on request, and when `tools` returns a new value: a program, the MPS host or the
+    NVIDIA driver is back. Otherwise it retries after growing pauses. Twice a minute it removes the files of
+    killed writers that match `temporary` (directory, pattern).
     """
 
     ledger: Ledger
@@ -119,7 +115,7 @@ class Cleaner(BackgroundWorker):
     def __post_init__(self) -> None:
         self._guard, self._reporting = threading.Lock(), threading.Lock()
         self._ending: set[str] = set()
-        """UIDs of claims whose first undos are running. Their cleanups are not reported yet."""
+        """Claims whose first undos are running. Their cleanups are not reported yet."""
         self._reported: dict[str, PendingCleanup] = {}
         self._tools: Hashable = None
         self._pauses: dict[str, tuple[Backoff, float]] = {}  # by GPU, with the time of the next try
@@ -129,22 +125,19 @@ class Cleaner(BackgroundWorker):
         super().__init__("cleanup", self._turn)
 
     def retry_now(self) -> None:
-        """Retry now, because there are new cleanups or something changed on the node."""
         self._retry_requested.set()
         self.wake()
 
     # --- what is pending -----------------------------------------------------------------------
 
     def outstanding(self) -> list[PendingCleanup]:
-        """Return the pending cleanups, except those of claims whose first undos are running. Raises: StateError."""
+        """Return the pending cleanups, without those of claims whose first undos are running."""
         found = self._pending()
         with self._guard:
             return [one for one in found if one.name not in self._ending]
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return a problem for each group of steps that is left to undo. A Prepare that fails repeatedly leaves the
-        same steps for each claim. Raises: StateError.
-        """
+        """Name a problem by its steps: a Prepare that fails repeatedly leaves the same ones for each claim."""
         return [
             NodeProblem(
                 "cleanup-pending", one.text, ", ".join(step.undoing for step in one.steps), since=one.since
@@ -153,9 +146,7 @@ class Cleaner(BackgroundWorker):
         ]
 
     def _pending(self) -> list[PendingCleanup]:
-        """Return the pending cleanups. The cause of each is why its last try failed, or the operation that keeps its
-        GPU busy. Raises: StateError.
-        """
+        """If no try has failed, `cause` is the operation that keeps the GPU busy."""
         found = self.ledger.pending()
         running = self.lanes.under_way()
         return [
@@ -168,9 +159,8 @@ class Cleaner(BackgroundWorker):
         ]
 
     def withheld(self) -> Callable[[OfferedDevice], Withholding | None]:
-        """Return a function that returns what withholds a device: a ledger of a newer release, a cleanup, or None.
-
-        The function uses the current cleanups, or the last known ones if the ledgers cannot be read.
+        """Return a function that returns what withholds a device, by the last known cleanups if the ledgers
+        cannot be read.
         """
         found: Collection[PendingCleanup] = self._reported.values()
         with suppress(StateError):
@@ -182,9 +172,7 @@ class Cleaner(BackgroundWorker):
 
     @contextmanager
     def removing(self, uid: str) -> Iterator[None]:
-        """Mark the claim as ending while its record is removed. Call `undo_rest` afterwards, unless the removal
-        failed.
-        """
+        """Mark the claim as ending while its record is removed. Call `undo_rest` afterwards."""
         with self._guard:
             self._ending.add(uid)
         try:
@@ -195,10 +183,8 @@ class Cleaner(BackgroundWorker):
             raise
 
     def undo_rest(self, uid: str, wait_s: float) -> None:
-        """Undo the steps of a claim whose record was just removed, waiting at most `wait_s` seconds. After that, the
-        steps that are not undone are reported as pending.
-
-        Raises: StateError.
+        """Undo the steps of a claim whose record was just removed. After `wait_s` seconds, the rest is
+        reported as pending.
         """
         mine: list[LedgerEntry] = []
         try:
@@ -211,11 +197,10 @@ class Cleaner(BackgroundWorker):
                 self._report_changes()
 
     def clean_before(self, pending: Sequence[PendingCleanup], devices: Sequence[OfferedDevice]) -> None:
-        """Run the cleanups that `Ledger.pending_before` found, before a claim gets these devices.
+        """Run the cleanups of `Ledger.pending_before`, before a claim gets these devices.
 
-        A failed undo is retried for a few seconds, because the MPS host may be starting.
-
-        Raises: RetryableError that names the cleanup, if a pending cleanup withholds one of the devices; StateError.
+        A failed undo is retried for a few seconds, because the MPS host may be starting. Raises:
+        RetryableError if a cleanup withholds one of the devices.
         """
         end = time.monotonic() + time_left(CLEAN_BEFORE_S)
         wanted = {(one.name, step) for one in pending for step in one.steps}
@@ -237,7 +222,6 @@ class Cleaner(BackgroundWorker):
     def _refuse_withheld(
         self, wanted: Collection[tuple[str, LedgerStep]], devices: Sequence[OfferedDevice]
     ) -> None:
-        """Raise RetryableError, like `clean_before`."""
         now = self._pending()
         left = [
             replace(one, steps=tuple(step for step in one.steps if (one.name, step) in wanted)) for one in now
@@ -251,39 +235,26 @@ class Cleaner(BackgroundWorker):
     # --- in the lanes --------------------------------------------------------------------------
 
     def clean_all(self, wait_s: float | None = None) -> list[PendingCleanup]:
-        """Try to clean and restore everything now; returns the cleanups that are still pending. Raises:
-        StateError.
-        """
+        """Clean and restore everything now; return what is still pending."""
         self._clean([*self._to_do(), *self._to_restore()], _ALL_S if wait_s is None else wait_s)
         return self.outstanding()
 
     def _clean(self, works: Iterable[tuple[frozenset[str], str]], wait_s: float) -> None:
-        """Clean these groups of GPUs in parallel; waits at most `wait_s` seconds.
-
-        What is not undone by then is undone when the lane is idle. Raises: StateError.
-        """
+        """Wait at most `wait_s` seconds. The lanes continue with the rest."""
         for future in wait([self._submit(gpus, text) for gpus, text in works], wait_s).done:
             error = future.exception()
             if error is not None and (not isinstance(error, RetryableError) or isinstance(error, StateError)):
                 raise error
 
     def _submit(self, gpus: frozenset[str], what: str) -> Future[None]:
-        """Submit the cleanup of these GPUs to their lanes, unless such a cleanup is already waiting there.
-
-        A cleanup that is running may have read the ledgers too early, so it does not count.
-        """
+        """Skip a cleanup that already waits. One that runs may have read the ledgers too early."""
         work = partial(self._converge, gpus)
         return self.lanes.submit(gpus, what, work, once=("cleanup", gpus))
 
     def _to_restore(self) -> list[tuple[frozenset[str], str]]:
-        """Raise StateError."""
         return [(frozenset({gpu}), restorer.what) for restorer in self.restorers for gpu in restorer.gpus()]
 
     def _converge(self, gpus: frozenset[str], operation: Operation) -> None:
-        """Undo the entries of ended claims on these GPUs, and restore settings; called in their lanes.
-
-        Raises: StateError if ledgers or records cannot be listed.
-        """
         is_clean = False
         try:
             is_clean = self._undo_all(gpus)
@@ -295,7 +266,6 @@ class Cleaner(BackgroundWorker):
         self._report_changes()
 
     def _restore(self, restorer: Restorer, gpu: str, operation: Operation) -> bool:
-        """Let a restorer work on a GPU; returns whether nothing is left to restore."""
         try:
             if gpu not in restorer.gpus():
                 return True
@@ -309,11 +279,8 @@ class Cleaner(BackgroundWorker):
             return False
 
     def _undo_all(self, gpus: frozenset[str]) -> bool:
-        """Undo ledger entries of ended claims on these GPUs; returns whether nothing is left to undo or to
-        write.
-
-        Keeps settings that another claim also needs, and undoes duplicate entries once. Raises: StateError if ledgers
-        or records cannot be listed.
+        """Return whether nothing is left to undo or to write. Keep what another claim also needs, and undo
+        duplicate entries once.
         """
         left, needed = self.ledger.split(gpus)
         left, missing = (
@@ -339,7 +306,7 @@ class Cleaner(BackgroundWorker):
         return not failed
 
     def _undo(self, entry: LedgerEntry) -> str | None:
-        """Undo one entry; returns the cause if it failed."""
+        """Return the cause of a failure."""
         try:
             with within(UNDO_S):
                 self.runner.undo(entry.step, entry.claim)
@@ -354,7 +321,6 @@ class Cleaner(BackgroundWorker):
     # --- the loop ------------------------------------------------------------------------------
 
     def _turn(self) -> float:
-        """Submit cleanups for GPUs that are due and idle."""
         is_requested = self._retry_requested.is_set()
         self._retry_requested.clear()
         self.clear_temporary()
@@ -379,7 +345,6 @@ class Cleaner(BackgroundWorker):
         return _TOOLS_EVERY_S if works else _CHECK_EVERY_S
 
     def clear_temporary(self) -> None:
-        """Remove temporary files of killed writers, at most twice a minute."""
         if self.clock() - self._cleared_at >= _CLEAR_EVERY_S:
             self._cleared_at = self.clock()
             for directory, pattern in self.temporary:
@@ -399,7 +364,6 @@ class Cleaner(BackgroundWorker):
         return due and gpus.isdisjoint(busy)
 
     def _schedule(self, gpus: frozenset[str], *, is_clean: bool) -> None:
-        """Schedule the next try after a try on these GPUs."""
         with self._guard:
             for gpu in gpus:
                 backoff = self._pauses.pop(gpu, (Backoff(_RETRY_FIRST_S, _RETRY_MAX_S), 0.0))[0]
@@ -407,7 +371,6 @@ class Cleaner(BackgroundWorker):
                     self._pauses[gpu] = backoff, self.clock() + backoff.next()
 
     def _report_changes(self) -> None:
-        """Log cleanups that appeared or ended since the last call. Raises: StateError."""
         with self._reporting:
             now = {one.name: one for one in self.outstanding()}
             before, self._reported = self._reported, now
@@ -431,6 +394,5 @@ def _gpus(cleanup: PendingCleanup) -> frozenset[str]:
 
 
 def _works(entries: Iterable[LedgerEntry]) -> list[tuple[frozenset[str], str]]:
-    """Return the groups of GPUs to clean together, each with a description."""
     groups = by_gpus(entry.step for entry in entries)
     return [(gpus, f"cleanup ({steps[-1].undoing})") for gpus, steps in groups]

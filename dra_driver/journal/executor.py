@@ -1,16 +1,12 @@
 """Runs the steps of a plan and undoes them, in the same way for a failed Prepare and for Unprepare.
 
-Steps that change a GPU run in its lane (`lanes`), in parallel for different GPUs; each is entered in the GPU's
-ledger first. Steps that only write files come last. To undo a plan, the executor removes its files at once, and the
-cleaner undoes the other steps, because the ledger may list more steps than the record.
+Steps that change a GPU run in its lane, in parallel for different GPUs; each is entered in the GPU's ledger
+first. Steps that only write files come last. To undo a plan, the executor removes its files at once, and the
+cleaner undoes the rest, because the ledger may list more steps than the record.
 
-| Caller | Holds | Action |
-|---|---|---|
-| Prepare | the claim's lock and the planning lock | `intend` writes the record |
-| Prepare | nothing | `change` submits the steps to the lanes, and waits for them |
-| Prepare | the claim's lock | `complete` writes files, and `prepared` if the record is still the same |
-| Unprepare, or a Prepare that fails | the claim's lock | `remove` removes the files and the record |
-| Unprepare, or a Prepare that fails | nothing | `undo_rest` lets the lanes undo the other steps, and waits briefly |
+A Prepare calls `intend` with the claim's lock and the planning lock, `change` without a lock, and `complete`
+with the claim's lock. The end of a claim calls `remove` with the claim's lock, and `undo_rest` without a
+lock.
 """
 
 from __future__ import annotations
@@ -50,20 +46,19 @@ _log = structlog.get_logger(__name__)
 
 _TURN_S = 0.05
 STEPS_S = 43.0
-"""How long the steps on GPUs may take if the call has no deadline."""
+"""If the call has no deadline."""
 _USUAL_S = 25.0
-"""Longer than any tool may take for a step. No claim waits for a lane whose running operation is older than this."""
+"""No tool takes longer for a step, so no claim waits for a lane whose operation is older."""
 _CHECK_S = 1.0
 _FINISH_S = 0.5
-"""How much of the call's time is reserved for writing files and for rolling back."""
+"""Reserved for writing files and for rolling back."""
 _STEPS_OF_ANY_CLAIM: Sequence[Step] = (
     StartMaintenance((), "Wait", 0),
     WriteDeviceMetadata(()),
     WriteCdiSpec(),
 )
-"""What a claim without a readable record may have, apart from the steps in the ledgers."""
+"""What a claim without a readable record may have outside the ledgers."""
 _UNDO_WAIT_S = 5.0
-"""How long the end of a claim waits for undos. A failed undo does not keep the claim from ending."""
 
 
 def _now() -> str:
@@ -71,25 +66,14 @@ def _now() -> str:
 
 
 def changes_more_than_the_spec(plan: Plan) -> bool:
-    """Whether a plan has a step other than writing the CDI spec and metadata files.
-
-    These files need no durable record: a power cut removes them, or the next Prepare checks them.
+    """Whether a plan does not only write the claim's files, which need no durable record: a power cut removes
+    them, or the next Prepare checks them.
     """
     return not all(isinstance(step, FileStep) for step in plan.steps)
 
 
 @dataclass(eq=False)
 class Executor:
-    """Runs and undoes plans.
-
-    A crash before the record is written leaves nothing. A later crash, also between two tries, leaves a record in
-    `preparing` that names every step. The next Prepare runs these steps again, and each step finds what is already
-    done.
-
-    The record of a plan that changes more than the spec must survive a power cut. Other plans write their files one
-    claim at a time, but no plan waits longer than `_TURN_S` seconds.
-    """
-
     records: RecordStore
     cleaner: Cleaner
     runner: StepRunner[Step]
@@ -101,9 +85,8 @@ class Executor:
         self._turn = threading.Lock()
 
     def intend(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
-        """Write the plan's record before its steps run; `known` is the previous record.
-
-        A `prepared` record of this boot with the same claim, devices and steps is not changed. Raises: StateError.
+        """Write the plan's record before its steps run. A `prepared` record of this boot with the same claim,
+        devices and steps is not changed. Raises: StateError.
         """
         record = self._intended(plan, known)
         if record != known:
@@ -113,9 +96,8 @@ class Executor:
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        """Run plans that only write files one after the other, but let no plan wait longer than `_TURN_S` seconds.
-
-        Such a plan takes a millisecond of Python code. In parallel, all plans would finish as late as the last one.
+        """Let plans that only write files run one after the other, but none wait longer than `_TURN_S`. Each
+        takes a millisecond of Python code; in parallel, all would finish as late as the last one.
         """
         is_ours = self._turn.acquire(timeout=_TURN_S)
         try:
@@ -125,12 +107,11 @@ class Executor:
                 self._turn.release()
 
     def change(self, plan: Plan, record: ClaimRecord, wait_s: float = STEPS_S) -> None:
-        """Run the steps on GPUs in the lanes. `record` is the one that `intend` wrote. The caller holds no lock.
+        """Run the steps on GPUs in the lanes. After a retry, steps that are done stay done.
 
-        When the caller retries, steps that are already done stay done.
-
-        Raises: the error of a step (of several errors, the first that is not an NvmlTransientError); RetryableError if
-        a step did not finish in the call's time (it continues in its lane); GpuUnresponsiveError.
+        Raises: the error of a step (of several errors, the first that is not an NvmlTransientError);
+        RetryableError if a step did not finish in the call's time (it continues in its lane);
+        GpuUnresponsiveError.
         """
         if not changes_more_than_the_spec(plan):
             return
@@ -167,9 +148,9 @@ class Executor:
         submitted: Sequence[Future[None]],
         end: float,
     ) -> set[Future[None]]:
-        """Wait for the submitted groups until `end` (time.monotonic()); returns the groups that have not finished.
+        """Return what has not finished at `end` (time.monotonic()).
 
-        Raises: GpuUnresponsiveError if a group waits for its lane behind an operation that takes longer than usual.
+        Raises: GpuUnresponsiveError if a group waits behind an operation that takes longer than usual.
         """
         while True:
             waiting = [
@@ -184,7 +165,7 @@ class Executor:
                 return late
 
     def _do(self, step: Step, plan: Plan, record: ClaimRecord) -> None:
-        """Enter a step in its GPU's ledger, then do the step. From then on, the end of the claim undoes the step."""
+        """From the entry in the GPU's ledger on, the end of the claim undoes the step."""
         ledger = self.cleaner.ledger
         entry = LedgerEntry(record.ref, record.boot_id, step) if isinstance(step, KeptStep) else None
         before = None if entry is None else ledger.add(entry)
@@ -207,10 +188,8 @@ class Executor:
         )
 
     def _refuse_changed(self, record: ClaimRecord) -> ClaimRecord:
-        """Return the claim's current record. Raise RetryableError if it no longer names these steps: an Unprepare or a
-        failed Prepare intervened.
-
-        The call that wrote the new record submits its own steps.
+        """Raise RetryableError if an Unprepare or a failed Prepare has changed the record. The call that
+        wrote the new record submits its own steps.
         """
         known = self.records.get(record.ref.uid)
         if known is None or not record.names_the_same(known):
@@ -220,9 +199,7 @@ class Executor:
         return known
 
     def complete(self, plan: Plan, record: ClaimRecord) -> ClaimRecord:
-        """Do the steps that write files, then mark the claim as prepared; returns its record.
-
-        The caller holds the claim's lock.
+        """Do the steps that write files, then mark the claim as prepared; return its record.
 
         Raises: the error of a step; StateError; RetryableError if another call has changed the record since
         `intend`, or if NVML is no longer closed for a maintenance claim.
@@ -246,11 +223,8 @@ class Executor:
             return done
 
     def remove(self, ref: ClaimRef, record: ClaimRecord | None) -> None:
-        """Undo the claim's steps that write files, and remove its record. Without a readable `record`, remove
-        everything that a claim may have.
-
-        The caller holds the claim's lock, and calls `undo_rest` after releasing it. Raises: StateError; then the
-        record stays.
+        """Remove the claim's files and record; without a readable `record`, everything that a claim may have.
+        Raises: StateError; then the record stays.
         """
         steps = _STEPS_OF_ANY_CLAIM if record is None else record.steps
         maintenance = maintenance_of(steps)
@@ -277,13 +251,11 @@ class Executor:
             )
 
     def undo_rest(self, uid: str) -> None:
-        """Undo the other steps of a removed claim in the lanes of their GPUs, and wait briefly. The caller holds no
-        lock. Raises: StateError.
-        """
+        """Undo the claim's other steps, but wait only briefly. Raises: StateError."""
         self.cleaner.undo_rest(uid, time_left(_UNDO_WAIT_S))
 
     def in_place(self, record: ClaimRecord) -> bool:
-        """Whether every step of the record was done in this boot and its result still exists."""
+        """Whether every step was done in this boot and its result still exists."""
         is_prepared = record.as_of(self.boot_id).phase == "prepared"
         return is_prepared and all(self.runner.in_place(step, record) for step in record.steps)
 
@@ -305,31 +277,24 @@ class Executor:
 
 
 StepObserver = Callable[[str, Literal["do", "undo"], float, Exception | None], None]
-"""Receives the tag of each step that was done or undone, its duration in seconds, and its error; None if it succeeded.
-Must not block or raise.
-"""
+"""A step's tag, its duration in seconds, and its error. Must not block or raise."""
 
 
 @dataclass(eq=False)
 class StepDispatcher:
-    """Passes each step to the runner of its type, and reports its duration to `observe`."""
-
     runners: Mapping[type[Step], StepRunner[Any]]
     observe: StepObserver = lambda *_: None
     clock: Callable[[], float] = time.monotonic
 
     def do(self, step: Step, plan: Plan) -> None:
-        """See `StepRunner.do`."""
         with self._timed(step, "do"):
             self.runners[type(step)].do(step, plan)
 
     def undo(self, step: Step, ref: ClaimRef) -> None:
-        """See `StepRunner.undo`."""
         with self._timed(step, "undo"):
             self.runners[type(step)].undo(step, ref)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
-        """See `StepRunner.in_place`."""
         return self.runners[type(step)].in_place(step, record)
 
     @contextmanager

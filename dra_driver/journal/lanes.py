@@ -1,17 +1,10 @@
 """Runs all changes to a GPU in the GPU's lane, one operation at a time.
 
-    submitted ──every GPU of it is idle──▶ running ──▶ ended; the future has the outcome
-     │                                      └─ for a minute: the GPU is unresponsive until the operation ends
-     └─ the caller has given up: it never starts
+The caller holds no lock. An operation for several GPUs blocks none of them before all are idle. A running
+operation holds the lock files of its GPUs (`journal.locks`), so a program that cannot be killed keeps its
+lane busy until it exits.
 
-The caller holds no lock and waits as long as it wants. An operation for several GPUs starts when all of them
-are idle; until then, it does not block any of them. A running operation holds the lock files of its GPUs, so it first
-waits for what another process of gpu-dra-driver still does there (`journal.locks`).
-
-A program that cannot be killed keeps its lane busy until it exits, because `GpuLocks.hold` waits for the program.
-
-A crash can interrupt an operation. The records and ledgers on disk show what the operation was doing, and every
-operation can be repeated.
+After a crash, records and ledgers show what the operation was doing, and every operation can be repeated.
 """
 
 from __future__ import annotations
@@ -40,30 +33,25 @@ _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 UNRESPONSIVE_AFTER_S = 60.0
-"""How long an operation may run on a GPU before other operations stop waiting for that GPU."""
+"""After this, other operations stop waiting for the GPU."""
 _OTHER_PROCESS_S = 30.0
-"""How long an operation waits for another process to finish with the GPU. A program that a killed plugin has left may
-take half of that.
-"""
+"""A program of a killed plugin may take half of this."""
 _CHECK_OTHERS_S = 0.5
 _WAIT = "the wait for another process of gpu-dra-driver"
 _OF_OTHERS = "other processes"
 
 
 class GpuUnresponsiveError(RetryableError):
-    """An operation on the GPU takes too long."""
-
     has_no_effect = True
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """An operation that waits or runs. `what` describes it in messages, and may change while the operation runs.
+    """`what` is for messages, and may change while the operation runs.
 
-    `began` is its start (time.monotonic()), and `since` is the start as text; both are empty while it waits. `once`
-    identifies equal operations of which only one may wait; None if any number may. `only_writes` means that the
-    operation waits for a write to the kernel and does not need NVML. `is_given_up` returns whether the caller no longer
-    waits for the operation.
+    `began` (time.monotonic()) and `since`, the same as text, are empty while it waits. Of operations with
+    equal `once` and GPUs, only one may wait. `only_writes`: it waits for a write to the kernel, without NVML.
+    `is_given_up`: the caller no longer waits.
     """
 
     gpu_uuids: frozenset[str]
@@ -78,7 +66,6 @@ class Operation:
     is_given_up: Callable[[], bool] = lambda: False
 
     def text(self, gpu_uuid: str) -> str:
-        """Describe the running operation on one of its GPUs, and its start."""
         return f"{self.what} on GPU {gpu_uuid} began at {self.since} UTC and has not finished"
 
 
@@ -87,9 +74,8 @@ _operation: ContextVar[Operation | None] = ContextVar("operation", default=None)
 
 @contextmanager
 def only_writes() -> Iterator[None]:
-    """Mark the current operation as one that writes to the kernel and does not need NVML.
-
-    If such a write hangs, NVML can still be closed and opened for other GPUs.
+    """Mark the current operation as a write to the kernel: if it hangs, NVML can still be closed and opened
+    for other GPUs.
     """
     operation = _operation.get()
     if operation is None:
@@ -104,14 +90,14 @@ def only_writes() -> Iterator[None]:
 
 
 def refuse_given_up() -> None:
-    """Raise RetryableError if the caller no longer waits for the current operation."""
+    """Raise RetryableError if the caller no longer waits."""
     operation = _operation.get()
     if operation is not None and operation.is_given_up():
         raise RetryableError("the call for this operation has ended; the kubelet retries")
 
 
 class Lanes:
-    """The lanes of this process. Thread-safe. A lane without work occupies no thread."""
+    """Thread-safe. A lane without work occupies no thread."""
 
     def __init__(self, locks: GpuLocks) -> None:
         self._locks = locks
@@ -120,15 +106,13 @@ class Lanes:
         self._under_way: dict[str, Operation] = {}  # by the UUID of the GPU
 
     def open(self) -> None:
-        """Make each GPU busy on which another process still works: a program that a killed plugin has left, or a step
-        that hangs in a process that has handed the node over. Raises: StateError.
-        """
+        """Make each GPU busy on which another process still works. Raises: StateError."""
         self._locks.open()
         for gpu_uuid in self._locks.held():
             self.submit({gpu_uuid}, _WAIT, partial(self._wait_for_others, gpu_uuid), once=_OF_OTHERS)
 
     def close(self, wait_s: float) -> bool:
-        """Start no more of the submitted operations. Return whether all running ones have ended within `wait_s`."""
+        """Start no more operations. Return whether all running ones have ended within `wait_s`."""
         with self._guard:
             waiting, self._waiting = self._waiting, []
         for operation in waiting:
@@ -144,15 +128,14 @@ class Lanes:
         *,
         once: Hashable = None,
     ) -> Future[T]:
-        """Run `work` when the GPUs are idle, in a copy of the caller's context.
+        """Run `work` when the GPUs are idle, in a copy of the caller's context, or in the caller's thread if
+        no thread can start.
 
-        If the caller cancels the future before then, `work` never runs. The future raises LockBusyError if another
-        process keeps a GPU for too long.
+        If the caller cancels the future before then, `work` never runs. The future raises LockBusyError if
+        another process keeps a GPU for too long.
 
-        `once` identifies background work: while an equal operation on the same GPUs waits, its future is
-        returned. Background work runs in a new context, without the caller's deadline.
-
-        If no thread can start, the work runs in the caller's thread.
+        With `once`, background work runs in a new context, without the caller's deadline. While equal work on
+        the same GPUs waits, its future is returned.
         """
         gpus = frozenset(gpu_uuids)
         context = copy_context() if once is None else Context()
@@ -167,18 +150,15 @@ class Lanes:
         return operation.future
 
     def under_way(self) -> Mapping[str, Operation]:
-        """Return the operation that runs on each GPU, by UUID."""
         with self._guard:
             return dict(self._under_way)
 
     def hanging(self) -> Mapping[str, tuple[str, float]]:
-        """Return the operation on each GPU as its description and start (time.monotonic())."""
+        """Return descriptions and starts (time.monotonic()) by GPU UUID."""
         return {uuid: (operation.what, operation.began) for uuid, operation in self.under_way().items()}
 
     def refuse_unresponsive(self, gpu_uuids: Collection[str], after_s: float | None = None) -> None:
-        """Raise GpuUnresponsiveError if an operation has run for `after_s` seconds on one of the GPUs. The error names
-        the operation.
-        """
+        """Raise GpuUnresponsiveError if an operation on one of the GPUs has run for `after_s` seconds."""
         limit = time.monotonic() - (UNRESPONSIVE_AFTER_S if after_s is None else after_s)
         running = self.under_way()
         for uuid in sorted(gpu_uuids & running.keys()):
@@ -189,9 +169,8 @@ class Lanes:
                 )
 
     def refuse_other_hangs(self, gpu_uuid: str) -> None:
-        """Raise GpuUnresponsiveError if an operation on any other GPU hangs in NVML.
-
-        In that case, an operation that closes NVML must not start.
+        """Raise GpuUnresponsiveError if an operation on another GPU hangs in NVML, which then must not be
+        closed.
         """
         needs_nvml = {uuid for uuid, one in self.under_way().items() if not one.only_writes}
         self.refuse_unresponsive(needs_nvml - {gpu_uuid})
@@ -202,9 +181,7 @@ class Lanes:
             time.sleep(_CHECK_OTHERS_S)
 
     def _ready(self) -> list[Operation]:
-        """Remove and return the operations that can start now, in order of submission. The caller holds the
-        guard.
-        """
+        """Return what can start now, in order of submission. The caller holds the guard."""
         ready = []
         for operation in self._waiting.copy():
             if operation.gpu_uuids.isdisjoint(self._under_way):
@@ -235,7 +212,6 @@ class Lanes:
             self._start(ready)
 
     def _run(self, operation: Operation) -> Callable[[], None]:
-        """Run the operation; returns a function that completes its future."""
         future = operation.future
         if not future.set_running_or_notify_cancel():
             return lambda: None

@@ -1,29 +1,20 @@
-"""Stores a ledger for each GPU: what the plugin has set or created on that GPU.
+"""A ledger for each GPU, one JSON file: what the plugin has set or created on it.
 
-There is one JSON file per GPU.
+An *entry* names a claim and one of its steps. It is written before the step is done, and becomes *pending
+cleanup* once no record names the step. So removing a claim's record ends the claim, which also works on a
+full disk. A *detail* is what a step found or created, such as a MIG device with its IDs. The runner of the
+step writes and removes details.
 
-    (nothing) ──written, then the step is done──▶ entry ──its claim ends──▶ pending cleanup ──undone──▶ (nothing)
-
-An *entry* names a claim and one of its steps, whose undo needs a tool, a daemon or the GPU. The entry becomes *pending
-cleanup* once no record names its step. So removing a claim's record is enough to end the claim, which also works on a
-full disk. A *detail* is what a step found or created: a MIG device with its IDs; the MIG mode that the plugin switched
-on; the previous state of a card that went to vfio; the previous value of a setting. The runner of the step writes and
-removes details.
-
-| A crash … | leaves | next |
-|---|---|---|
-| before the entry is written | the record | Prepare continues, or Unprepare removes the record |
-| between the entry and the end of the step | record, entry, some details | as above; an undo finds little to do |
-| after the record is removed, or in an undo | the entry, some details | pending cleanup: `cleaner` undoes the entry |
-| before the entry is removed | the entry | the undo runs again |
+After a crash during a step, the entry may lack details, and the undo may find nothing to do. After a crash
+during an undo, the undo runs again.
 
 Only the lane of a GPU writes its file; a step that changes several GPUs is in the file of the first one.
-Ledgers are read before records; otherwise a claim whose record is written in between would seem to have ended.
+Ledgers are read before records; otherwise a claim whose record is written in between would seem to have
+ended.
 
-A reboot undoes everything except the directories of MPS daemons, so all other items of an older boot are void.
-What a newer release's ledger contains is unknown, so its GPU gets no new claims until that release is back. Only the
-details that this release understands are read.
-A claim with an unreadable or missing record holds the devices of its entries until its CDI spec is removed.
+A reboot undoes everything except the directories of MPS daemons, so other items of an older boot are void. A
+GPU with a newer release's ledger gets no new claims; only the details that this release understands are read.
+A claim without a readable record holds the devices of its entries until its CDI spec is removed.
 """
 
 from __future__ import annotations
@@ -71,7 +62,7 @@ DIRECTORY = "ledger"
 """Below the plugin directory."""
 _SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
 _REMEMBERED_S = 30.0
-"""How long a removed detail is remembered, because a hardware scan may have begun before its removal."""
+"""For removed details: a hardware scan may have begun earlier."""
 
 Item = LedgerEntry | Detail
 D = TypeVar("D", OwnedInstance, OwnedMode, OwnedCard, SettingBefore)
@@ -93,11 +84,11 @@ _FILE: FileFormat[Sequence[Item]] = FileFormat(
 
 @dataclass(eq=False)
 class Ledger:
-    """The ledgers of all GPUs of a node, in `directory`. Thread-safe.
+    """Thread-safe. Methods that read the directory or write raise StateError.
 
-    `without_record` returns the UIDs of claims that have a CDI spec and no readable record. `reader` is as in
-    `RecordStore`; with it, a missing directory has no ledgers. With `boot_id` None, every entry counts as one of this
-    boot. `clock` returns seconds.
+    `without_record` returns the claims that have a CDI spec and no readable record. With a `reader` (as in
+    `RecordStore`), a missing directory has no ledgers. Without `boot_id`, every entry counts as one of this
+    boot. `gpus` restricts a result to items of these GPUs.
     """
 
     directory: Path
@@ -126,18 +117,16 @@ class Ledger:
             keys=lambda items: frozenset().union(*map(_gpus, items)),
         )
         self._gone: set[Hashable] = set()
-        """Removed items that may still be in the file because the disk was full: the keys of entries, and whole
-        details.
-        """
+        """Removed items that a full disk may have kept in the file: keys of entries, and whole details."""
         self._removed: dict[Detail, float] = {}
-        """Removed details, with the time of their removal."""
+        """With the time of the removal."""
         self._seen: dict[tuple[str, LedgerStep], int] = {}
-        """By entry key: when this process first saw that the entry's claim had ended."""
+        """By entry key: when this process first saw that the claim had ended."""
         self._guard = threading.Lock()
 
     def open(self) -> None:
-        """Create the directory in advance, because it could not be created on a full disk; remove unsynced ledgers
-        that a power cut damaged, and load the others. Raises: StateError.
+        """Create the directory now, because a full disk would prevent it later; remove unsynced ledgers that
+        a power cut damaged, and load the others.
         """
         open_directory(
             self.directory,
@@ -147,24 +136,20 @@ class Ledger:
         self._store.load()
 
     def close(self) -> None:
-        """See `JsonStore.close`."""
         self._store.close()
 
     # In the methods below, `gpus` restricts the result to items of these GPUs.
 
     def entries(self, gpus: Collection[str] | None = None) -> list[LedgerEntry]:
-        """Return the valid entries of all ledgers, those of this boot first. Raises: StateError if the
-        directory cannot be listed.
-        """
+        """Return the valid entries, those of this boot first."""
         entries = [item for item in self._counted(gpus)[0] if isinstance(item, LedgerEntry)]
         return sorted(entries, key=lambda entry: entry.boot_id != self.boot_id)
 
     def left(self) -> list[LedgerEntry]:
-        """Return the entries of ended claims. Raises: StateError."""
         return self.split()[0]
 
     def split(self, gpus: Collection[str] | None = None) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
-        """Return the entries of ended claims, and all other valid entries. Raises: StateError."""
+        """Return the entries of ended claims, and the other valid entries."""
         entries = self.entries(gpus)
         records = self.records.all() if entries else {}
         is_lost = any(entry.claim.uid not in records for entry in entries)
@@ -175,15 +160,12 @@ class Ledger:
         return parts
 
     def void(self) -> set[str]:
-        """Return the GPUs whose files contain void items: a reboot undid them, or the disk was full when they were
-        removed.
-
-        Raises: StateError.
+        """Return the GPUs whose files contain void items: a reboot undid them, or the disk was full at their
+        removal.
         """
         return self._counted(None)[1]
 
     def pending(self, gpus: Collection[str] | None = None) -> list[PendingCleanup]:
-        """Return one pending cleanup for each ended claim with something to undo. Raises: StateError."""
         ended, needed = self.split(gpus)
         if not ended:
             return []
@@ -192,10 +174,8 @@ class Ledger:
     def pending_before(
         self, gpu_uuids: Collection[str], excluded: Collection[str] = ()
     ) -> list[PendingCleanup]:
-        """Return the cleanups that must run on these GPUs before a claim gets one of their devices.
-
-        Leaves out steps that withhold nothing, and the cleanups whose names are in `excluded`.
-        Raises: StateError.
+        """Return the cleanups that must run before a claim gets a device of these GPUs, without steps that
+        withhold nothing.
         """
         found = [
             replace(
@@ -210,7 +190,7 @@ class Ledger:
         return [one for one in found if one.steps]
 
     def _counted(self, gpus: Collection[str] | None) -> tuple[list[Item], set[str]]:
-        """Return the valid items, and the GPUs whose files also have void items. Raises: StateError."""
+        """Return the valid items, and the GPUs whose files also have void ones."""
         with self._guard:
             gone = self._gone.copy()
         counted, void = list[Item](), set[str]()
@@ -227,9 +207,7 @@ class Ledger:
         return counted, void
 
     def _is_there(self) -> bool:
-        """Whether the directory exists, or cannot be checked. Only a missing directory proves that no plugin
-        has run here.
-        """
+        """Whether the directory may exist. Only a missing one proves that no plugin has run here."""
         try:
             self.directory.stat()
         except OSError as error:
@@ -237,57 +215,48 @@ class Ledger:
         return True
 
     def details(self, kind: type[D], gpu_uuid: str | None = None) -> list[D]:
-        """Return the details of one type in this boot, of all GPUs or of one. Raises: StateError."""
         items, _ = self._counted(None if gpu_uuid is None else {gpu_uuid})
         return [item for item in items if isinstance(item, kind)]
 
     def recently_removed(self, kind: type[D], gpu_uuid: str) -> list[D]:
-        """Return the details of a GPU that were removed in the last 30 s."""
+        """Return what was removed in the last 30 s."""
         limit = self.clock() - _REMEMBERED_S
         with self._guard:
             self._removed = {item: moment for item, moment in self._removed.items() if moment >= limit}
             return [item for item in self._removed if isinstance(item, kind) and item.gpu_uuid == gpu_uuid]
 
     def created_instance(self, device: str) -> OwnedInstance | None:
-        """Return the MIG device that was created under this name in this boot, with IDs and UUID; None if there
-        is none.
-
-        Raises: StateError.
-        """
+        """Return the MIG device that was created under this name in this boot."""
         made = (item for item in self.details(OwnedInstance) if item.device == device)
         return next((item for item in made if item.phase == "created"), None)
 
     def created_uuid(self, device: str) -> str | None:
-        """Return the current UUID of a MIG device that was created on demand. Raises: StateError."""
         made = self.created_instance(device)
         return None if made is None else made.uuid
 
     def unreadable(self) -> Collection[str]:
-        """Return the GPUs whose ledger was unreadable at the last read, or has been set aside."""
+        """Return the GPUs whose ledger cannot be read, or has been set aside."""
         return {path.name.partition(".json")[0] for path in self._store.quarantined()}
 
     def newer(self) -> Mapping[str, UnreadLedger]:
-        """Return the ledgers that a newer release wrote, by GPU UUID, as of the last read."""
+        """As of the last read, by GPU UUID."""
         return {
             uuid: UnreadLedger(uuid, found.since, str(found.newer))
             for uuid, found in self._store.newer().items()
         }
 
     def refuse_newer(self, gpu_uuids: Collection[str]) -> None:
-        """Raise StateError if a newer release wrote the ledger of one of these GPUs. What is set on the GPU, and what
-        must be undone, is then unknown.
-        """
+        """Raise StateError if a newer release wrote the ledger of a GPU: what is set there is unknown."""
         for uuid, unread in sorted(self.newer().items()):
             if uuid in gpu_uuids:
                 raise StateError(unread.text)
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Like `JsonStore.problems`."""
         return self._store.problems()
 
     def missing(self, gpus: Collection[str] | None = None) -> list[LedgerEntry]:
-        """Return the steps of prepared claims that no ledger lists, because a file was damaged. Leaves out those of a
-        newer release's ledger, which may list them. Raises: StateError.
+        """Return the steps of prepared claims that no ledger lists, because a file was damaged. Leave out
+        GPUs with a newer release's ledger, which may list them.
         """
         records = (self.records.all() if gpus is None else self.records.having(gpus)).values()
         known = {entry.key for entry in self.entries(gpus)}
@@ -304,45 +273,38 @@ class Ledger:
         ]
 
     def ended(self) -> list[ClaimRecord]:
-        """Return the records of ended claims with something to undo. Raises: StateError."""
         return [one.record for one in self.pending()]
 
     def known_records(self) -> list[ClaimRecord]:
-        """Return the records of all claims, and of ended claims whose cleanup is pending. Raises: StateError."""
         return [*self.records.all().values(), *self.ended()]
 
     def _since(self, entry: LedgerEntry) -> int:
-        """Return when the entry's claim ended, in seconds since 1970.
-
-        Before the first try to undo the entry, this is when the process first saw that the claim had ended.
+        """Return when the claim ended (seconds since 1970); before the first undo, when this process first
+        saw that.
         """
         return self._seen.setdefault(entry.key, int(time.time())) if entry.ended is None else entry.ended
 
     # --- in the lane of the GPU ----------------------------------------------------------------
 
     def add(self, entry: LedgerEntry) -> LedgerEntry | None:
-        """Write an entry before its step is done; returns the entry that it replaces, or None. Raises:
-        StateError.
-        """
+        """Write an entry before its step is done; return the one that it replaces."""
         before = self._change(entry.home, [entry], ()).get(entry.key)
         return before if isinstance(before, LedgerEntry) else None
 
     def save(self, detail: Detail) -> None:
-        """Write a detail. The file may not be synced, so the plugin may miss a later write error of the disk. Raises:
-        StateError.
-        """
+        """Write a detail. The file may not be synced."""
         self._change(detail.gpu_uuid, [detail], ())
 
     def remove(self, detail: Detail) -> None:
-        """Remove a detail, if it exists. If the disk is full, the ledger only remembers the removal."""
+        """Remove a detail. If the disk is full, the ledger only remembers the removal."""
         with suppress(StateError):
             self.change((), [detail])
 
     def change(self, changed: Iterable[Item], gone: Iterable[Item], void: Iterable[str] = ()) -> None:
-        """Write the `changed` items, remove those in `gone`, and drop void items from the files of the GPUs in
-        `void`.
+        """Write `changed` items, remove `gone` ones, and drop void items of the GPUs in `void`.
 
-        If the disk is full, the ledger remembers which items were removed. Raises: StateError, after trying every file.
+        If the disk is full, the ledger remembers what was removed. It tries every file before it raises
+        StateError.
         """
         problem: StateError | None = None
         by_home: dict[str, tuple[list[Item], list[Item]]] = {gpu: ([], []) for gpu in void}
@@ -358,7 +320,7 @@ class Ledger:
             raise problem
 
     def _change(self, home: str, changed: Sequence[Item], gone: Sequence[Item]) -> Mapping[Hashable, Item]:
-        """Return the previously valid items by key. Raises: StateError."""
+        """Return the previously valid items by key."""
         before = self._store.get(home) or ()
         gone_keys, news = set(map(_key, gone)), {_key(item): item for item in changed}
         with self._guard:
@@ -390,7 +352,6 @@ class Ledger:
 
 
 def _key(item: Item) -> Hashable:
-    """Return the item's key, which is unique in a ledger."""
     match item:
         case LedgerEntry():
             return item.key
@@ -405,7 +366,6 @@ def _key(item: Item) -> Hashable:
 
 
 def _mark(item: Item) -> Hashable:
-    """Return what identifies a removed item: the key of an entry, or the whole detail."""
     return item.key if isinstance(item, LedgerEntry) else item
 
 
@@ -418,7 +378,7 @@ def _gpus(item: Item) -> frozenset[str]:
 
 
 def _known_details(newer: NewerFormatError | None) -> Sequence[Item]:
-    """Return the details in a newer release's ledger that this release understands, so that MIG devices and cards of
-    claims do not look as if another program had made them. No one undoes them.
+    """Return the details that this release understands, so that MIG devices and cards of claims do not seem
+    foreign. No one undoes them.
     """
     return [item for item in _ITEM.readable(newer, "entries") if not isinstance(item, LedgerEntry)]

@@ -1,9 +1,7 @@
 """Locks on GPUs, between processes.
 
-The lanes let one operation at a time work on a GPU. In addition, an operation holds the lock file of its GPU, and so do
-the programs that it starts, such as nvidia-smi or a helper that writes to the kernel. So an operation also waits for
-the programs that a killed plugin has left, for a hanging thread of a plugin that has handed over its work, and for
-`gpu-dra-driver cleanup --now`.
+An operation holds the lock file of its GPU, and so do the programs that it starts. So it also waits for
+programs of a killed plugin, hanging threads of one that has handed over, and `gpu-dra-driver cleanup --now`.
 """
 
 from __future__ import annotations
@@ -20,24 +18,20 @@ from dra_driver.base.file_lock import hold_file, is_locked
 
 
 class GpuLocks:
-    """One lock for each GPU UUID: a file in `directory`, which is never removed."""
+    """A lock is a file in `directory`, which is never removed. Methods raise StateError."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def open(self) -> None:
-        """Create the directory. Raises: StateError."""
         make_directory(self._directory, 0o700)
 
     @contextmanager
     def hold(self, gpu_uuids: Iterable[str], timeout_s: float) -> Iterator[None]:
-        """Hold the locks of all the GPUs.
+        """If this process is killed, the GPUs stay locked until the last program that the block has started
+        exits. The end of the block waits for such programs too.
 
-        Programs that the block starts hold the locks too: if this process is killed, the GPUs stay locked until
-        the last of these programs has exited. At its end, the block waits for programs that could not be
-        killed.
-
-        Raises: LockBusyError if another process keeps a lock for `timeout_s` seconds; StateError.
+        Raises: LockBusyError if another process keeps a lock for `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         with ExitStack() as held:
@@ -51,11 +45,9 @@ class GpuLocks:
                         program.wait()
 
     def is_held(self, gpu_uuid: str) -> bool:
-        """Whether a process works on the GPU. Raises: StateError."""
         return is_locked(self._file(gpu_uuid))
 
     def held(self) -> list[str]:
-        """Return the UUIDs of the GPUs on which a process works. Raises: StateError."""
         return [
             uuid for path in sorted(self._directory.glob("GPU-*.lock")) if self.is_held(uuid := path.stem)
         ]

@@ -1,10 +1,9 @@
-"""The claim records: one JSON file for each claim; and the locks on claims, between the threads of this process.
+"""The claim records, one JSON file for each claim, and the locks on claims, between threads.
 
-The lock of a claim lets one call at a time work on the claim. It remembers the last calls that prepared and unprepared
-the claim. When a pod is deleted, the kubelet cancels its Prepare and calls Unprepare while the handler of the Prepare
-still runs. Such a late Prepare must not write a record that no Unprepare would ever remove. An Unprepare that a newer
-Prepare has overtaken must keep what that Prepare did. The reconciler must not unprepare a claim because of an answer
-from the API server that is older than the claim's Prepare.
+A claim's lock remembers the last Prepare and Unprepare. When a pod is deleted, the kubelet cancels its
+Prepare and calls Unprepare while the Prepare still runs. Such a late Prepare must not write a record that no
+Unprepare would ever remove; an Unprepare that a newer Prepare has overtaken must keep what that Prepare did;
+and the reconciler must not unprepare a claim because of an answer that is older than its Prepare.
 """
 
 from __future__ import annotations
@@ -45,13 +44,11 @@ from dra_driver.model.steps import STEPS, Step
 _log = structlog.get_logger(__name__)
 
 _REMEMBERED = 1024
-"""How many claims are remembered: far more than a node processes during one call."""
+"""Far more claims than a node processes during one call."""
 _CHECK_S = 0.1
-"""How often a waiting call checks whether the kubelet has cancelled it."""
 
 
 def _imex(name: str, value: Any) -> ImexChannels:
-    """Return `all`, or the number of a channel."""
     if isinstance(value, str):
         every: ImexChannels = one_of("IMEX channel", "all").read(name, value)
         return every
@@ -77,9 +74,7 @@ RECORD_FILE = FileFormat("claim record", _RECORD.decode, _RECORD.encode)
 def _in_time(
     lock: threading.Lock, timeout_s: float, busy: str, is_cancelled: Callable[[], bool] | None
 ) -> Iterator[None]:
-    """Raise LockBusyError with the text `busy` if another thread keeps the lock for `timeout_s` seconds, or
-    `is_cancelled` returns True.
-    """
+    """Raise LockBusyError after `timeout_s` seconds, or if `is_cancelled` returns True."""
     deadline = time.monotonic() + timeout_s
     step = math.inf if is_cancelled is None else _CHECK_S
     while not lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), step))):
@@ -92,8 +87,8 @@ def _in_time(
 
 
 class PlanningLock:
-    """The lock under which a claim is planned, from reading all records until its own record is written. So two claims
-    never get the same device.
+    """Held from reading all records until a claim's own is written, so that two claims never get the same
+    device.
     """
 
     def __init__(self) -> None:
@@ -102,11 +97,6 @@ class PlanningLock:
     def hold(
         self, timeout_s: float, is_cancelled: Callable[[], bool] | None = None
     ) -> AbstractContextManager[None]:
-        """Hold the lock.
-
-        Raises: LockBusyError if another call keeps the lock for `timeout_s` seconds, or the kubelet cancels this call
-        (`is_cancelled`).
-        """
         busy = (
             "the planning of another claim has not finished; the disk may be slow; this call will be retried"
         )
@@ -115,10 +105,8 @@ class PlanningLock:
 
 @dataclass(slots=True, eq=False)
 class ClaimGuard:
-    """The right to work on one claim, inside `ClaimLocks.hold`.
-
-    It remembers the last successful calls for the claim: when the Prepare ended, and when each call began
-    (time.monotonic_ns(); -1 for no call). `wanted` counts the calls that hold the right or wait for it.
+    """It remembers when the last successful Prepare ended, and when each last successful call began
+    (time.monotonic_ns(); -1 for none). `wanted` counts the calls that hold the lock or wait for it.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -128,29 +116,27 @@ class ClaimGuard:
     unprepare_began_ns: int = -1
 
     def was_unprepared_since(self, moment_ns: int) -> bool:
-        """Whether an Unprepare of the claim that began at `moment_ns` or later has ended."""
+        """Whether an Unprepare that began at `moment_ns` or later has ended."""
         return moment_ns <= self.unprepare_began_ns
 
     def was_prepared_since(self, moment_ns: int) -> bool:
-        """Whether a Prepare of the claim succeeded at `moment_ns` or later."""
         return moment_ns <= self.prepared_ns
 
     def was_prepared_by_call_after(self, moment_ns: int) -> bool:
-        """Whether a call that began after `moment_ns` prepared the claim."""
         return moment_ns < self.prepare_began_ns
 
     def note_unprepared(self, began_ns: int) -> None:
-        """Remember that a call that began at `began_ns` has unprepared the claim."""
         self.unprepare_began_ns = max(self.unprepare_began_ns, began_ns)
 
     def note_prepared(self, began_ns: int) -> None:
-        """Remember that a call that began at `began_ns` has prepared the claim now."""
         self.prepared_ns = time.monotonic_ns()
         self.prepare_began_ns = max(self.prepare_began_ns, began_ns)
 
 
 class ClaimLocks:
-    """Locks on claims by UID. A claim's lock is always taken before the planning lock."""
+    """By UID. A claim's lock is always taken before the planning lock. `hold` of both raises LockBusyError
+    after `timeout_s` seconds, or if the kubelet cancels the call.
+    """
 
     def __init__(self) -> None:
         self._guards: dict[str, ClaimGuard] = {}  # by claim UID, least recently used first
@@ -160,11 +146,6 @@ class ClaimLocks:
     def hold(
         self, uid: str, timeout_s: float, is_cancelled: Callable[[], bool] | None = None
     ) -> Iterator[ClaimGuard]:
-        """Hold the claim's lock.
-
-        Raises: LockBusyError if another call keeps the lock for `timeout_s` seconds, or the kubelet cancels this call
-        (`is_cancelled`).
-        """
         with self._lock:
             guard = self._guards[uid] = self._guards.pop(uid) if uid in self._guards else ClaimGuard()
             guard.wanted += 1
@@ -182,8 +163,8 @@ class ClaimLocks:
 
 
 class RecordStore(JsonStore[ClaimRecord]):
-    """Records in `directory`, named by claim UID, each as of this boot (`ClaimRecord.as_of`). Their keys are the UUIDs
-    of their GPUs. A record changes under the claim's lock in `locks`.
+    """Records by claim UID, each as of this boot (`ClaimRecord.as_of`). Their keys are GPU UUIDs. A record
+    changes under the claim's lock.
     """
 
     def __init__(
@@ -192,9 +173,8 @@ class RecordStore(JsonStore[ClaimRecord]):
         boot_id: str | None = None,
         reader: Callable[[UnreadableFile], None] | None = None,
     ) -> None:
-        """`reader` receives the files that cannot be read, instead of the log.
-
-        Until the boot is known, records are returned as they were written.
+        """Give unreadable files to `reader` instead of the log. Until the boot is known, records are returned
+        as they were written.
         """
         self._boot_id = boot_id
         self.locks, self.planning = ClaimLocks(), PlanningLock()
@@ -216,31 +196,25 @@ class RecordStore(JsonStore[ClaimRecord]):
         )
 
     def open(self, boot_id: str) -> None:
-        """Create the directory, remove unsynced records that a power cut damaged, and load the others.
-
-        Raises: StateError.
-        """
+        """Remove unsynced records that a power cut damaged, and load the others. Raises: StateError."""
         self._boot_id = boot_id
         open_directory(self.directory, boot_id, lambda uid: _log.info("record_torn", claim_uid=uid))
         self.load()
 
     def prepared_kinds(self) -> Iterator[str]:
-        """Yield the kind of each device of each prepared claim."""
         for record in self.all().values():
             if record.phase == "prepared":
                 yield from (held.kind for held in record.devices)
 
     def save(self, record: ClaimRecord, *, durable: bool = True, whole: bool = True) -> None:
-        """Write the record.
-
-        With `durable` it survives a power cut. With `whole`, a power cut leaves this version or the previous
-        one. With neither, a power cut may leave a damaged file, which the first `open` of the next boot removes.
-        Raises: StateError.
+        """Write the record. With `durable` it survives a power cut. With `whole`, a power cut leaves this
+        version or the previous one. With neither, it may leave a damaged file, which the first `open` of the
+        next boot removes. Raises: StateError.
         """
         self.write(record.ref.uid, record, durable=durable, whole=whole)
 
     def delete(self, uid: str) -> bool:
-        """Remove a claim's record durably; returns whether it existed. Raises: StateError."""
+        """Return whether the record existed. Raises: StateError."""
         # Synced: a record that reappeared after a power cut would hold its devices forever.
         return self.remove(uid, durable=True)
 

@@ -1,5 +1,4 @@
-"""All traffic with the API server: configuration, transport, claims, slices, events, nodes.
+"""All traffic with the API server. Objects are plain dicts in the shape of `resource.k8s.io/v1`.
 
-Objects are plain dicts in the shape of `resource.k8s.io/v1`. Nothing is imported here, so a command loads only
-the modules that it uses.
+Nothing is imported here, so a command loads only the modules that it uses.
 """

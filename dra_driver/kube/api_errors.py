@@ -32,7 +32,7 @@ _SHOWN = 60
 _SEARCHED_BYTES = 1 << 16
 _TAGS = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 _MAX_RETRY_AFTER_S = 300.0
-"""The longest Retry-After that the plugin obeys. A proxy in maintenance may send a longer one."""
+"""The longest Retry-After that the plugin obeys."""
 
 
 class PathNotFoundError(ApiRejectedError):
@@ -49,10 +49,9 @@ class ResponseTooLargeError(ApiUnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class ApiErrors:
-    """Makes the errors of one request. Every message begins with `action`.
+    """Makes one request's errors. Every message begins with "cannot" and `action`.
 
-    `hide` removes credentials from text that comes from a server, a proxy or a library. `proxy` is the URL of the proxy
-    for the API server, without credentials.
+    `hide` removes credentials from text from outside. `proxy` is a URL without credentials.
     """
 
     action: str
@@ -61,7 +60,7 @@ class ApiErrors:
 
     @contextmanager
     def mapped(self) -> Iterator[None]:
-        """Map errors of urllib3, and of reading the configuration, inside the block to ApiUnavailableError.
+        """Map errors of urllib3, and of reading the configuration, to ApiUnavailableError.
 
         The original error is not chained, because it may contain credentials.
         """
@@ -100,10 +99,10 @@ class ApiErrors:
             ) from None
 
     def check_status(self, response: urllib3.BaseHTTPResponse, body: bytes | bytearray) -> None:
-        """Raise an error for any status other than 2xx, with the API's own message from the body.
+        """Raise the error for any status other than 2xx, with the API's own message from the body.
 
-        Raises: ApiUnavailableError for 5xx, 408 and 429 (`retry_after_s` from Retry-After or the Status);
-        WatchExpiredError for 410; PathNotFoundError for a path that is not served; otherwise ApiRejectedError.
+        Raises: ApiUnavailableError for 5xx, 408 and 429; WatchExpiredError for 410; PathNotFoundError;
+        ApiRejectedError.
         """
         code = response.status
         if 200 <= code < 300:
@@ -124,9 +123,8 @@ class ApiErrors:
     def failure(
         self, message: str, code: int, status: dict[str, Any], retry_after: str = ""
     ) -> ApiUnavailableError | ApiRejectedError:
-        """Return the error for a failed request, or for an ERROR event of a watch.
-
-        `status` is the API's Status object ({} if there is none); `retry_after` is the header Retry-After.
+        """Return the error for a failed request, or for an ERROR event of a watch. `status` is the API's Status
+        object.
         """
         text = f"cannot {self.action}: {self.line(message)} (HTTP {code})"
         if code in RETRYABLE_STATUS or code >= 500:
@@ -140,15 +138,14 @@ class ApiErrors:
         return ApiRejectedError(text, status=code, reason=reason)
 
     def line(self, text: str) -> str:
-        """Return text from outside as one line without credentials."""
         return one_line(self.hide(text))
 
     def _start(self, data: bytes | bytearray) -> str:
-        """Return the beginning of a body. It is longer than what is shown, because half a credential is not hidden."""
+        """Return more of a body than is shown, because half a credential is not hidden."""
         return self.hide(data[:_SEARCHED_BYTES].decode("utf-8", "replace"))
 
     def _transport_text(self, error: HTTPError) -> str:
-        """Describe the cause for users. urllib3's own messages contain the addresses of Python objects."""
+        """Describe the cause for users: urllib3's messages contain the addresses of Python objects."""
         if isinstance(error, ProxyError):
             return (
                 f"the proxy {self.proxy or 'in front of the API server'} cannot be used: "
@@ -167,16 +164,13 @@ class ApiErrors:
 
 
 def one_line(text: str) -> str:
-    """Collapse white space, and shorten the text so that it fits an event or a log line.
-
-    Servers and proxies may send anything, so unprintable characters become question marks.
-    """
+    """Collapse white space, replace unprintable characters, and shorten the text."""
     flat = printable(" ".join(text.split()))
     return flat if len(flat) <= _MAX_TEXT else flat[: _MAX_TEXT - 1] + "…"
 
 
 def _page_text(start: str) -> str | None:
-    """Return a message with the beginning of a web page's text; None if the body is not a web page."""
+    """Return a message if the body is a web page."""
     if not start.lstrip().startswith("<"):
         return None
     return (
@@ -186,9 +180,7 @@ def _page_text(start: str) -> str | None:
 
 
 def _retry_after(header: str, status: dict[str, Any]) -> float | None:
-    """Return the seconds to wait: from the header as a number or a date, else from the Status; None if neither
-    has it.
-    """
+    """Read the header, a number of seconds or a date, else the Status."""
     asked: float | None = None
     if header.isdecimal():
         asked = float(header)

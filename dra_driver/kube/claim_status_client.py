@@ -38,9 +38,8 @@ _DATA_VERSION = "v1alpha1"
 class ClaimStatusClient:
     """Reads claims and applies the entries of one driver on one node. Not thread-safe.
 
-    Entries are written by server-side apply with a field manager for this plugin and node, so drivers, and
-    nodes that had the claim before, never change each other's entries. Raises: ApiUnavailableError,
-    ApiRejectedError.
+    The field manager of server-side apply is for this plugin and node, so drivers, and nodes that had the claim before,
+    do not change each other's entries. Raises: ApiUnavailableError, ApiRejectedError.
     """
 
     api: ApiClient
@@ -56,7 +55,7 @@ class ClaimStatusClient:
         self._dropped_at: float | None = None
 
     def pods_of(self, ref: ClaimRef, *, timeout_s: float | None = None) -> tuple[EventObject, ...]:
-        """Return the pods for which the claim is reserved; empty if the claim is gone or was replaced."""
+        """Return no pods if the claim is gone or was replaced."""
         obj = self._read(ref, timeout_s)
         pods = None if obj is None else reserved_pods(obj)
         return tuple(EventObject("Pod", pod.name, pod.uid, ref.namespace) for pod in pods or ())
@@ -71,9 +70,8 @@ class ClaimStatusClient:
     ) -> bool:
         """Make `devices` this plugin's only entries in the claim's status. Return whether that changed the status.
 
-        Nothing is written for a claim that is gone, replaced or not allocated, for devices outside its
-        allocation, or if the status is already correct. `is_first` means that the claim was just read and had no
-        status: it is read again only if the API server refuses the write. `timeout_s` limits each request.
+        Writes nothing for a claim that is gone, replaced or not allocated, or for devices outside its allocation.
+        `is_first`: the claim was just read and had no status.
         """
         if self._dropped_at is not None and self.clock() - self._dropped_at < _RECHECK_AFTER_S:
             return False
@@ -106,7 +104,7 @@ class ClaimStatusClient:
     def _store(
         self, ref: ClaimRef, wanted: dict[tuple[Any, ...], JsonObject], timeout_s: float | None
     ) -> bool:
-        """Write the entries. Return False if the claim no longer exists. Raises: like `write`."""
+        """Return False if the claim no longer exists."""
         try:
             stored = self._apply(ref, wanted, timeout_s)
         except ApiRejectedError as error:
@@ -134,7 +132,6 @@ class ClaimStatusClient:
     def _entries(
         self, devices: Sequence[DeviceStatus], present: dict[tuple[Any, ...], JsonObject]
     ) -> dict[tuple[Any, ...], JsonObject]:
-        """Return an entry for each device. `present` are the claim's current entries."""
         entries: dict[tuple[Any, ...], JsonObject] = {}
         for device in devices:
             place = {"driver": self.driver, "pool": device.pool, "device": device.device}
@@ -189,7 +186,6 @@ class ClaimStatusClient:
 
 
 def _field_manager(driver: str, node: str) -> str:
-    """Return a name of at most 128 characters, unique for the driver and node."""
     plain = f"{driver}/{node}"
     if len(plain) <= _MANAGER_LENGTH:
         return plain
@@ -202,14 +198,12 @@ def _key(entry: JsonObject) -> tuple[Any, ...]:
 
 
 def _condition(entry: JsonObject) -> JsonObject:
-    """Return the plugin's condition in an entry; {} if there is none."""
     return next((c for c in entry.get("conditions") or () if c.get("type") == CONDITION), {})
 
 
 def _same_entries(
     wanted: dict[tuple[Any, ...], JsonObject], present: dict[tuple[Any, ...], JsonObject]
 ) -> bool:
-    """Whether a write would change nothing. The conditions of other writers are ignored."""
     return wanted.keys() == present.keys() and all(
         _condition(entry) == _condition(present[key]) and entry.get("data") == present[key].get("data")
         for key, entry in wanted.items()
@@ -217,7 +211,7 @@ def _same_entries(
 
 
 def _data(facts: DeviceFacts) -> JsonObject:
-    """Return `data` of an entry; {} if there is no data, or if it exceeds the API's limit."""
+    """Return nothing if the data exceeds the API's limit."""
     data = _FACTS.encode(facts)
     data = {"version": _DATA_VERSION, **data} if data else {}
     fits = len(json.dumps(data).encode()) <= _DATA_BYTES

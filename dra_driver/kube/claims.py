@@ -27,16 +27,12 @@ _POD_CLAIM_NAME = "resource.kubernetes.io/pod-claim-name"
 
 @dataclass(eq=False)
 class ClaimClient:
-    """Reads ResourceClaims. Requires only the permission to `get` them."""
+    """Requires only the permission to `get` claims. Raises: ApiRejectedError, ApiUnavailableError."""
 
     api: ApiClient
 
     def get_claim(self, namespace: str, name: str, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Return the claim. `timeout_s` limits the request; None means the client's default.
-
-        Raises: ApiRejectedError (404 if the claim is gone), ApiUnavailableError; their messages start with
-        "retrieve claim <namespace>/<name>: ".
-        """
+        """Return the claim. Raises: ApiRejectedError with status 404 if the claim is gone."""
         return self.api.call(
             "GET",
             "resourceclaims",
@@ -47,10 +43,8 @@ class ClaimClient:
         )
 
     def read(self, ref: ClaimRef, timeout_s: float | None = None) -> AllocatedClaim:
-        """Return the claim that the kubelet names, with the allocation of all drivers.
-
-        Raises: ClaimRefusedError if the claim is deleted, replaced or not allocated; ApiUnavailableError or
-        ApiRejectedError if it cannot be read.
+        """Return the claim that the kubelet names. Raises: ClaimRefusedError if it is deleted, replaced or not
+        allocated.
         """
         obj = self.find(ref, timeout_s)
         if obj is None:
@@ -60,10 +54,6 @@ class ClaimClient:
         return parse_allocated_claim(obj, ref)
 
     def current(self, ref: ClaimRef, timeout_s: float | None = None) -> ClaimNow | None:
-        """Return the current state of the claim with this name; None if it does not exist.
-
-        Raises: ApiRejectedError, ApiUnavailableError if it cannot be read.
-        """
         obj = self.find(ref, timeout_s)
         return None if obj is None else parse_claim_now(obj, ref)
 
@@ -83,7 +73,7 @@ class ClaimClient:
 
 
 def parse_claim_now(obj: dict[str, Any], ref: ClaimRef) -> ClaimNow:
-    """Return the state of a v1 claim. Raises: ApiUnavailableError if `obj` is not a valid claim."""
+    """Return the state of a v1 claim. Raises: ApiUnavailableError if `obj` is not one."""
     try:
         metadata, status = obj["metadata"], obj.get("status") or {}
         allocation = status.get("allocation")
@@ -108,10 +98,7 @@ def parse_claim_now(obj: dict[str, Any], ref: ClaimRef) -> ClaimNow:
 
 
 def reserved_pods(obj: dict[str, Any]) -> Pods:
-    """Return the pods for which a v1 claim is reserved.
-
-    None if it is reserved only for other objects, such as groups of pods, or if the field is invalid.
-    """
+    """Return the pods for which a v1 claim is reserved; None if only for other objects, or if the field is invalid."""
     consumers = (obj.get("status") or {}).get("reservedFor") or []
     if not isinstance(consumers, list):
         return None
@@ -126,8 +113,7 @@ def _is_pod(entry: dict[str, Any]) -> bool:
 def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
     """Return the results and configs of all drivers in a v1 claim, in the server's order.
 
-    Raises: ClaimRefusedError "claim ns/name not allocated" (checked first), "claim ns/name got replaced" if the UID
-    differs from the one in `ref`, or one that says that the allocation cannot be read.
+    Raises: ClaimRefusedError if the claim is not allocated (checked first), was replaced, or cannot be read.
     """
     status = obj.get("status") or {}
     allocation = status.get("allocation")
@@ -178,7 +164,6 @@ def _result(entry: dict[str, Any]) -> DeviceResult:
 
 
 def _text(entry: dict[str, Any], name: str) -> str:
-    """Raise KeyError; TypeError if the value is not a string."""
     value = entry[name]
     if not isinstance(value, str):
         raise TypeError(f"{name} is not a string")
@@ -188,11 +173,10 @@ def _text(entry: dict[str, Any], name: str) -> str:
 def _config(
     entry: dict[str, Any], results: Sequence[DeviceResult], written: Sequence[dict[str, Any]]
 ) -> DeviceConfig:
-    """Return a config of the allocation. `written` are the config entries in the claim's spec.
+    """Return a config with the request names that the scheduler removes, from Kubernetes 1.37 on, if an entry names all
+    requests: only parameters that name a request must fit it.
 
-    From Kubernetes 1.37 on, the scheduler removes the request names from an entry that names all requests.
-    Parameters that name a request must fit the request, but parameters without a name need not, so the names are
-    restored. Parameters of a class always apply to the requests that use the class.
+    `written` are the config entries in the claim's spec.
     """
     source: Literal["FromClass", "FromClaim"] = "FromClass" if entry["source"] == "FromClass" else "FromClaim"
     opaque = entry.get("opaque") or {}

@@ -24,26 +24,21 @@ from dra_driver.kube.transport import Route, body_of, new_manager, opened, piece
 from dra_driver.model.dataclass import KW_ONLY, dataclass
 
 FIELD_MANAGER = "gpu-dra-driver"
-"""The default owner of the plugin's writes in `metadata.managedFields`: the beginning of the user agent."""
+"""The beginning of the user agent: the default owner of writes in `metadata.managedFields`."""
 USER_AGENT = f"{FIELD_MANAGER}/{dra_driver.__version__}"
 GROUP = "resource.k8s.io"
 GROUP_VERSION = f"{GROUP}/v1"
-"""API servers have served this version since Kubernetes 1.34."""
+"""Served since Kubernetes 1.34."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 DEFAULT_TIMEOUT_S = 10.0
 ATTEMPT_S = 8.0
-"""How long the first attempt of a request may take. An API server that vanishes without a RST leaves dead connections
-in the pool.
-"""
+"""How long the first attempt may take: an API server that vanishes without a RST leaves dead connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A request. The complete response must arrive by `until` (time.monotonic()).
-
-    A watch has `idle_s` instead: the maximum time without data.
-    """
+    """The response must be complete by `until` (time.monotonic()); a watch has a maximum time without data instead."""
 
     method: str
     path: str
@@ -55,10 +50,8 @@ class _Request:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the request can be repeated safely, even if the first attempt arrived.
-
-        Only a POST cannot: a PUT names the version that it replaces, a DELETE the UID, and a PATCH contains
-        absolute values.
+        """Whether a repetition does no harm: a PUT names the version that it replaces, a DELETE the UID, and a PATCH
+        contains absolute values.
         """
         return self.method != "POST"
 
@@ -67,9 +60,8 @@ class _Request:
 class ApiClient:
     """A client for one API server. Thread-safe.
 
-    Every call raises ApiUnavailableError (retry later) or ApiRejectedError (`.status`, `.reason`). `observe` is
-    called for each request with its method and the status of the response (None without a response). `headers`
-    are sent with each request.
+    Every call raises ApiUnavailableError (retry later) or ApiRejectedError. `observe` gets each request's method and
+    status, None without a response.
     """
 
     endpoint: Endpoint
@@ -99,8 +91,8 @@ class ApiClient:
         content_type: str = JSON,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """Send a request and return the decoded response. Every error message begins with `action`, such as
-        "get claim ns/name".
+        """Send a request and return the decoded response. Error messages begin with "cannot" and `action`, such as "get
+        claim ns/name".
 
         The call takes at most `timeout_s`, including the wait for the rate limit.
         """
@@ -119,15 +111,15 @@ class ApiClient:
         subresource: str | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        """Send a request to resource.k8s.io. `more` is passed to `request`."""
+        """`more` is passed to `request`."""
         return self.request(method, group_path(plural, namespace, name, subresource), **more)
 
     def check_group(self) -> None:
-        """Check that the server serves resource.k8s.io. Raises: PathNotFoundError if it does not."""
+        """Raise PathNotFoundError if the server does not serve resource.k8s.io."""
         self.request("GET", f"/apis/{GROUP_VERSION}", action=f"get {GROUP_VERSION}")
 
     def text(self, path: str, *, action: str, timeout_s: float | None = None) -> str:
-        """Return the text of a path that does not serve an object, such as a pod's page through the server's proxy."""
+        """Return for example a pod's page through the server's proxy."""
         return self._answer(_Request("GET", path, until=self._until(timeout_s)), action)[1].decode(
             errors="replace"
         )
@@ -135,10 +127,7 @@ class ApiClient:
     def watch(
         self, path: str, *, action: str, query: Mapping[str, str], idle_timeout_s: float
     ) -> WatchStream:
-        """Start a watch. The stream breaks if nothing arrives for `idle_timeout_s`, not even a bookmark.
-
-        The first attempt has the time limit of other requests, because an API server responds immediately.
-        """
+        """Start a watch, which breaks if nothing arrives for `idle_timeout_s`, not even a bookmark."""
         response, _, errors = self._answer(_Request("GET", path, query, idle_s=idle_timeout_s), action)
         return WatchStream(response, errors)
 
@@ -152,9 +141,6 @@ class ApiClient:
     def _answer(
         self, wanted: _Request, action: str
     ) -> tuple[urllib3.BaseHTTPResponse, bytes | bytearray, ApiErrors]:
-        """Return a successful response and its body; for a watch, the body is empty here, and is read later.
-        Raises: like every call.
-        """
         errors = ApiErrors(action, self.endpoint.hide)
         with errors.mapped():
             used = self.endpoint.access(self._left(wanted))
@@ -178,13 +164,12 @@ class ApiClient:
         return response, data, errors
 
     def _left(self, wanted: _Request) -> float:
-        """Return how many seconds are left for a request, or for the beginning of a watch."""
         return min(wanted.until - time.monotonic(), max(self.timeout_s, ATTEMPT_S))
 
     def _send_repeated(
         self, wanted: _Request, access: Access
     ) -> tuple[urllib3.BaseHTTPResponse, bytes | bytearray]:
-        """Send a request, twice if necessary. The second attempt uses a new connection and all remaining time."""
+        """Repeat once if necessary, on a new connection with all remaining time."""
         try:
             return self._send_once(wanted, access, ATTEMPT_S if wanted.is_repeatable else math.inf)
         except (ProtocolError, ReadTimeoutError):
@@ -216,7 +201,6 @@ class ApiClient:
     def _opened(
         self, manager: urllib3.PoolManager, wanted: _Request, access: Access, max_s: float
     ) -> urllib3.BaseHTTPResponse:
-        """Return the response once its headers have arrived. Raises: the errors of urllib3."""
         left_s = min(wanted.until - time.monotonic(), max_s, wanted.idle_s)
         if left_s <= 0:
             raise TimeoutError("the time limit was reached before the request was sent to the API server")
@@ -233,16 +217,16 @@ class ApiClient:
         return opened(manager, wanted.method, url, headers, body, left_s)
 
     def _drop(self, manager: urllib3.PoolManager) -> None:
-        """Start a new connection pool, because other connections of this pool may lead to the same dead peer.
+        """Start a new connection pool: other connections of this one may lead to the same dead peer.
 
-        The old pool is not closed here, because other threads may be about to use it. It closes after its last use.
+        Other threads may be about to use the old pool, so it is not closed.
         """
         with self._lock:
             if self._manager is manager:
                 self._manager = None
 
     def _manager_for(self, route: Route) -> urllib3.PoolManager:
-        """Return the pool of connections; a new one if the route has changed. Raises: InvalidConfigError."""
+        """Return a new pool if the route has changed. Raises: InvalidConfigError."""
         with self._lock:
             if self._manager is None or self._leads_along != route:
                 try:
@@ -262,8 +246,8 @@ class ApiClient:
 class WatchStream:
     """Iterates over events ({"type", "object"}). `close()` from any thread ends the iteration at once.
 
-    The iteration ends silently if the server closes the watch normally. It raises ApiUnavailableError if the
-    connection breaks or is silent for too long. For an ERROR event, it raises the error for the event's code.
+    Raises: ApiUnavailableError if the connection breaks or is silent for too long; for an ERROR event the error for its
+    code.
     """
 
     def __init__(self, response: urllib3.BaseHTTPResponse, errors: ApiErrors) -> None:
@@ -272,7 +256,6 @@ class WatchStream:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """Wake the reader, if there is one, and end its iteration."""
         self._closed.set()
         # Not response.close(), which would wait for a lock that the reader holds.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -321,10 +304,7 @@ class WatchStream:
 
 
 def path_segment(name: str) -> str:
-    """Return a name as one segment of a URL path, so that it cannot lead to another object.
-
-    Raises: ApiRejectedError (400) if no object can have this name.
-    """
+    """Return a segment of a URL path that cannot lead to another object. Raises: ApiRejectedError (400)."""
     if name in ("", ".", ".."):
         raise ApiRejectedError(
             f"{name!r} cannot be the name of an API object", status=400, reason="BadRequest"
@@ -333,15 +313,11 @@ def path_segment(name: str) -> str:
 
 
 def is_not_found(error: BaseException) -> bool:
-    """Whether the request failed with 404: the object does not exist, or the server does not serve the path."""
     return isinstance(error, ApiRejectedError) and error.status == 404
 
 
 def group_path(plural: str, namespace: str | None = None, *rest: str | None) -> str:
-    """Return the URL path of a collection, object or subresource in resource.k8s.io.
-
-    Raises: ApiRejectedError if no object can have one of the names.
-    """
+    """Return a path in resource.k8s.io. Raises: like `path_segment`."""
     inside = ["namespaces", path_segment(namespace)] if namespace is not None else []
     named = [path_segment(part) for part in rest if part is not None]
     return "/".join(["/apis", GROUP_VERSION, *inside, plural, *named])

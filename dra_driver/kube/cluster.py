@@ -1,5 +1,5 @@
-"""Facts about the cluster: the UID of a node, the version of the API server, and the permissions of the
-credentials.
+"""Facts about the cluster, and the permissions of the credentials. Functions raise ApiRejectedError and
+ApiUnavailableError.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from dra_driver.model.dataclass import dataclass
 
 
 def node_uid(client: ApiClient, name: str) -> str:
-    """Return the UID of node `name`, for owner references. It changes only if the node is registered again.
-
-    Raises: ApiRejectedError (404 if the node name is wrong), ApiUnavailableError.
-    """
+    """Return the UID of a node, which changes only if the node is registered again."""
     uid = (read_node(client, name).get("metadata") or {}).get("uid")
     if not uid:
         raise ApiRejectedError(f"get node {name}: the response has no metadata.uid", status=200)
@@ -24,24 +21,18 @@ def node_uid(client: ApiClient, name: str) -> str:
 
 
 def read_node(client: ApiClient, name: str) -> dict[str, Any]:
-    """Return the object of node `name`. Raises: ApiRejectedError (404 if the node name is wrong),
-    ApiUnavailableError.
-    """
     return client.request("GET", f"/api/v1/nodes/{path_segment(name)}", action=f"get node {name}")
 
 
 def server_version(client: ApiClient) -> str:
-    """Return the version that the API server reports, such as `v1.36.0-gke.1`; empty if it reports none.
-
-    Raises: ApiRejectedError, ApiUnavailableError.
-    """
+    """Return for example `v1.36.0-gke.1`; empty if the API server reports none."""
     answer = client.request("GET", "/version", action="get the API server's version")
     return str(answer.get("gitVersion") or "")
 
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """A permission of the plugin. Without an `optional` one, the plugin still works, but reports less."""
+    """Without an `optional` one, the plugin still works, but reports less."""
 
     verb: str
     resource: str
@@ -56,10 +47,7 @@ class Permission:
 
 
 def is_allowed(client: ApiClient, wanted: Permission) -> bool:
-    """Whether these credentials have the permission.
-
-    Raises: ApiRejectedError (PathNotFoundError if the server has no access reviews), ApiUnavailableError.
-    """
+    """Whether these credentials have the permission. Raises: PathNotFoundError if the server has no access reviews."""
     attributes = {
         "verb": wanted.verb,
         "group": wanted.group,

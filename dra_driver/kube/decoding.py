@@ -9,9 +9,9 @@ from typing import Any
 from urllib3.exceptions import HTTPError
 
 MAX_MEMORY = 64 << 20
-"""How many bytes one response may take, because the daemon's container has a memory limit of 256 MiB."""
+"""For one response; the daemon's container has 256 MiB."""
 MAX_BYTES = 12 << 20
-"""The maximum size of a response or event. As text it takes up to four times as much, in addition to itself."""
+"""The largest response or event. As text it takes up to four times as much in addition."""
 
 _PAIR_OR_HALF = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
@@ -28,10 +28,9 @@ class TooLargeError(HTTPError):
 
 
 def decode(data: bytes | bytearray) -> Any:
-    """Return the value of a JSON document. Half of a pair of surrogates, which can neither be written nor sent,
-    becomes a question mark.
+    """Return the value of a JSON document. Half of a pair of surrogates, which cannot be sent, becomes a question mark.
 
-    Raises: ValueError, RecursionError; TooLargeError if the document and its objects might take more than MAX_MEMORY.
+    Raises: ValueError, RecursionError, TooLargeError.
     """
     needed = memory_of(data)
     if needed > MAX_MEMORY:
@@ -48,10 +47,10 @@ def decode(data: bytes | bytearray) -> Any:
 
 
 def memory_of(data: bytes | bytearray) -> int:
-    """Return how many bytes it takes at most to hold the document, its text and its objects at once.
+    """Return how many bytes the document, its text and its objects take at most.
 
-    Counts signs, including those inside strings: each `:` as a key with a string of its own in a dict that has just
-    grown, each `,` as a number in a list that has just grown.
+    Counts signs, even inside strings: each `:` as a key with a string in a dict that has just grown, each `,` as a
+    number in a list that has just grown.
     """
     width = 1
     if b"\\u" in data or not data.isascii():

@@ -1,7 +1,6 @@
 """The API server's address and the credentials, from a pod's service account or a kubeconfig.
 
-The official client reads kubeconfigs, including tokens, credential plugins and OIDC. Importing it costs 370 modules, so
-the service account, which is two files, is read without it.
+The official client reads kubeconfigs. Importing it costs 370 modules, so the service account is read without it.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from dra_driver.model.dataclass import dataclass, field
 
 _SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 SERVICE_ACCOUNT_VARIABLE = "SERVICE_ACCOUNT_DIRECTORY"
-"""Names another service account directory, so that tests and benchmarks can run the daemon outside a pod."""
+"""For tests and benchmarks, which run the daemon outside a pod."""
 _OTHER_USER = ("as", "as-uid", "as-groups", "as-user-extra")
 PLUGIN_S = 30
 """How long a credential plugin may run, unless it can ask a person at the terminal."""
 _TIMED_OUT = 124  # exit status of timeout(1)
 _SHORTEST_S = 10.0
-"""How long credentials are used at least, so that a plugin with short tokens does not run for each request."""
+"""The shortest use of credentials: a plugin with short tokens must not run for each request."""
 _HIDDEN = "[hidden]"
 _SHORTEST_SECRET = 4  # a shorter one would occur in any text
 _REMEMBERED = 32
@@ -58,9 +57,8 @@ _SECRET_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A route to the API server with credentials. `authorization` is a header's value, or empty.
-
-    `files` were read for it, with their stamps. Credentials expire at `expires_at` (time.monotonic()).
+    """`authorization` is a header's value, or empty. `files` were read, with their stamps. `expires_at` is of
+    time.monotonic().
     """
 
     route: Route
@@ -70,7 +68,6 @@ class Access:
     expires_at: float = math.inf
 
     def is_current(self) -> bool:
-        """Whether the files are the same, and the credentials have not expired."""
         return time.monotonic() < self.expires_at and all(
             stamp_or_none(path) == stamp for path, stamp in self.files
         )
@@ -79,16 +76,14 @@ class Access:
 class Endpoint:
     """One API server with credentials, from a kubeconfig context or from the pod. Thread-safe.
 
-    `origin` names the source of the configuration in messages. `server` is the URL of a server that needs no
-    credentials. The files are read, and credential plugins run, in a thread of their own.
+    `origin` is for messages. `server` needs no credentials. A thread of its own reads files and runs credential
+    plugins.
     """
 
     def __init__(
         self, kubeconfig: Path | str | None = None, *, context: str | None = None, server: str | None = None
     ) -> None:
-        """Raise InvalidConfigError if the kubeconfig cannot be read, or if neither `kubeconfig` nor `server` is
-        given outside a pod.
-        """
+        """Raise InvalidConfigError if the kubeconfig cannot be read, or if nothing is given outside a pod."""
         self._kubeconfig, self._context, self._server = kubeconfig, context, server
         self._environ = dict(os.environ)
         self._directory = Path(os.environ.get(SERVICE_ACCOUNT_VARIABLE) or _SERVICE_ACCOUNT)
@@ -113,19 +108,17 @@ class Endpoint:
 
     @property
     def server(self) -> str:
-        """The URL of the API server, without credentials and trailing slash. Raises: like `access`."""
         return self.access().route.server
 
     @property
     def namespace(self) -> str:
-        """The default namespace. Raises: like `access`."""
         return self.access().namespace
 
     def access(self, wait_s: float | None = None) -> Access:
-        """Return the current route and credentials. Files that changed are read again, and expired credentials renewed.
+        """Return the current route and credentials; reads changed files again, and renews expired credentials.
 
-        If that fails, returns the last ones, because they may still be valid. Raises: InvalidConfigError that names the
-        file and the remedy, if there are none; TimeoutError if a credential plugin runs longer than `wait_s`.
+        If that fails, returns the last ones, which may still be valid. Raises: InvalidConfigError; TimeoutError if a
+        credential plugin runs longer than `wait_s`.
         """
         known = self._known
         if known is not None and (known.is_current() or time.monotonic() < self._again_at):
@@ -139,20 +132,18 @@ class Endpoint:
             return known
 
     def renew(self, refused: Access, wait_s: float) -> Access:
-        """Read the files and run the credential plugin again, unless another thread has done so since `refused`.
-
-        Raises: InvalidConfigError, TimeoutError.
+        """Read everything again, unless another thread has done so since `refused`. Raises: InvalidConfigError,
+        TimeoutError.
         """
         return self._read(refused, wait_s)
 
     def hide(self, text: str) -> str:
-        """Return the text without the credentials of this endpoint."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, _HIDDEN)
         return text
 
     def _read(self, outdated: Access | None, wait_s: float | None) -> Access:
-        """Read in the background, once for all threads that wait. Raises: InvalidConfigError, TimeoutError."""
+        """Read in the background, once for all threads that wait."""
         with self._lock:
             if self._known is not None and self._known is not outdated:
                 return self._known
@@ -206,7 +197,6 @@ class Endpoint:
         )
 
     def _from_kubeconfig(self, paths: str) -> Access:
-        """Raise the errors of `kubernetes`."""
         from kubernetes.config import kube_config
 
         merger = kube_config.KubeConfigMerger(paths)
@@ -259,7 +249,7 @@ class Endpoint:
         )
 
     def _load_official(self, loader: Any, found: SimpleNamespace, user: dict[str, Any]) -> None:
-        """Let `loader` fill `found`; this runs the credential plugin. Raises: the errors of `kubernetes`."""
+        """Let `loader` fill `found`; this runs the credential plugin."""
         plugin = user.get("exec")
         if isinstance(plugin, dict) and "command" in plugin and not sys.stdout.isatty():
             # `kubernetes` has no limit for a plugin. At a terminal it may ask a person, who can end it.
@@ -287,7 +277,6 @@ class Endpoint:
         expires_at: float = math.inf,
         **route: Any,
     ) -> Access:
-        """Raise ValueError."""
         self._conceal(authorization.partition(" ")[2])
         url = _url(server) if server.startswith(("http://", "https://")) else None
         if url is None:
@@ -314,7 +303,6 @@ class Endpoint:
         return Access(made, authorization, namespace, files, expires_at)
 
     def _basic(self, user_info: str) -> str:
-        """Return the value of an Authorization header for the user info of a URL."""
         pair = unquote(user_info)
         header = make_headers(basic_auth=pair)["authorization"]
         self._conceal(
@@ -329,9 +317,7 @@ class Endpoint:
 
 
 def load_endpoint(kubeconfig: Path | str | None = None, *, context: str | None = None) -> Endpoint:
-    """Return an endpoint with its configuration loaded. Raises: InvalidConfigError that names the file and the
-    remedy.
-    """
+    """Return an endpoint with its configuration loaded. Raises: InvalidConfigError."""
     endpoint = Endpoint(kubeconfig, context=context)
     endpoint.access()
     return endpoint
@@ -339,9 +325,7 @@ def load_endpoint(kubeconfig: Path | str | None = None, *, context: str | None =
 
 @contextmanager
 def _one_sentence(origin: str, hide: Callable[[str], str], remedy: str) -> Iterator[None]:
-    """Map any error of the libraries inside the block to InvalidConfigError, without its cause, which may contain
-    credentials.
-    """
+    """Map any error to InvalidConfigError, without its cause, which may contain credentials."""
     try:
         yield
     except DraDriverError:
@@ -359,12 +343,11 @@ def _one_sentence(origin: str, hide: Callable[[str], str], remedy: str) -> Itera
 
 
 def _without_objects(text: str) -> str:
-    """Return a message of the official client up to the first object, which may be a user with its token."""
+    """Return a message up to the first object, which may be a user with its token."""
     return one_line(text.partition("{")[0])
 
 
 def _content(path: str) -> bytes:
-    """Raise OSError, ValueError if the file is empty."""
     content = Path(path).read_bytes()
     if not content.strip():
         raise ValueError(f"{path} is empty")
@@ -372,14 +355,13 @@ def _content(path: str) -> bytes:
 
 
 def _moment(expiry: datetime | None) -> float:
-    """Return the moment (time.monotonic()) when credentials expire."""
     if expiry is None:
         return math.inf
     return time.monotonic() + max((expiry - datetime.now(UTC)).total_seconds(), _SHORTEST_S)
 
 
 def _url(text: str) -> Url | None:
-    """Return the parts of a URL with a host; None if it is invalid, without its error, which may contain a password."""
+    """Return None instead of an error, which may contain a password."""
     with suppress(ValueError):
         url = parse_url(text)
         return url if url.host else None
@@ -387,7 +369,6 @@ def _url(text: str) -> Url | None:
 
 
 def _secrets_of(user: dict[str, Any]) -> Iterator[str]:
-    """Yield the secrets of a kubeconfig's user."""
     provider = user.get("auth-provider")
     config = provider.get("config") if isinstance(provider, dict) else None
     for entries in (user, config if isinstance(config, dict) else {}):
@@ -397,8 +378,9 @@ def _secrets_of(user: dict[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def _failures_logged() -> Iterator[list[str]]:
-    """Collect the errors that this thread logs inside the block, because `kubernetes` only logs the failure of a
-    credential plugin. They do not reach the log, because they may contain credentials.
+    """Collect the errors that this thread logs, because `kubernetes` only logs the failure of a credential plugin.
+
+    They may contain credentials, so they do not reach the log.
     """
     failures: list[str] = []
     thread = threading.get_ident()

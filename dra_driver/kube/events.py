@@ -1,5 +1,4 @@
-"""Writes Events for claims, pods and nodes, as `kubectl describe` shows them. Equal events are counted, not
-repeated.
+"""Writes Events for claims, pods and nodes, as `kubectl describe` shows them. Equal events are counted.
 
 They use core/v1, the only version in which `count` and `lastTimestamp` can be changed.
 """
@@ -36,8 +35,6 @@ _Key = tuple[EventObject, bool, str, str]
 
 @dataclass(slots=True)
 class _Known:
-    """An event of the plugin: its name, how often it happened, and whether the server certainly has it."""
-
     name: str
     count: int
     touched: float
@@ -48,8 +45,7 @@ class _Known:
 class EventWriter:
     """Writes events for one driver on one node. Not thread-safe.
 
-    `write` raises ApiRejectedError or ApiUnavailableError. After an ApiUnavailableError, repeat the call; the event
-    is not created twice.
+    Raises: ApiRejectedError; ApiUnavailableError: repeat the call; the event is not created twice.
     """
 
     client: ApiClient
@@ -72,9 +68,10 @@ class EventWriter:
         times: int = 1,
         timeout_s: float | None = None,
     ) -> None:
-        """Report an event that happened `times` times since the last report.
+        """Report an event that happened `times` times since the last report. Within ten minutes, this only increases
+        its count.
 
-        Within ten minutes, the count of the existing event is increased. `message` is cut at 1 KiB.
+        `message` is cut at 1 KiB.
         """
         text = one_line(message, _MESSAGE_BYTES)
         key = (about, warning, reason, text)
@@ -102,7 +99,7 @@ class EventWriter:
         return known
 
     def _count_up(self, about: EventObject, known: _Known, times: int, timeout_s: float | None) -> bool:
-        """Increase the event's count. If the event no longer exists, choose a new name for it, and return False."""
+        """Return False, with a new name, if the event no longer exists."""
         patch = {"count": known.count + times, "lastTimestamp": self._moment()}
         try:
             self.client.request(
@@ -158,7 +155,6 @@ class EventWriter:
 
 
 def _namespace(about: EventObject) -> str:
-    """Return the event's namespace. The API server requires `default` for cluster-scoped objects."""
     return about.namespace or "default"
 
 

@@ -9,8 +9,8 @@ from urllib3.util import Url
 
 
 def environment_proxy(server: Url, environ: Mapping[str, str]) -> str | None:
-    """Return the value of HTTPS_PROXY (HTTP_PROXY for plain HTTP) unless NO_PROXY names the server, or the server is on
-    this machine.
+    """Return HTTPS_PROXY (HTTP_PROXY for plain HTTP) unless NO_PROXY names the server, or the server is on this
+    machine.
     """
     proxy = _variable(environ, f"{server.scheme}_proxy")
     host = (server.host or "").strip("[]").rstrip(".").lower()

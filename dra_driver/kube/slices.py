@@ -15,12 +15,10 @@ _TYPE = {"apiVersion": GROUP_VERSION, "kind": "ResourceSlice"}
 
 
 class SliceCache(Follower):
-    """The slices of a driver and node. The cache lists them again after each watch event and each write of the
-    plugin.
+    """The slices of a driver and node, listed again after each watch event and each write of the plugin.
 
-    `on_change()` runs on the watch thread, after each list that begins a watch and after each event, so it
-    must be quick. An event may be caused by the plugin's own write; the publisher then finds nothing to do.
-    `current` and the writes also work without `start`.
+    `on_change()` runs on the watch thread, even if the plugin's own write caused the event. Raises:
+    ApiUnavailableError, ApiRejectedError.
     """
 
     def __init__(
@@ -31,7 +29,6 @@ class SliceCache(Follower):
         on_change: Callable[[], None] = lambda: None,
         **more: Any,
     ) -> None:
-        """`more` is passed to the Follower."""
         selector, what = (
             f"spec.driver={driver},spec.nodeName={node}",
             f"resource slices of {driver} on node {node}",
@@ -43,17 +40,14 @@ class SliceCache(Follower):
         self._changes = 0  # the number of known events and writes
         self._listed_at = -1  # the value of `_changes` when the last list was requested
         self.synced = threading.Event()
-        """Set once the first list has arrived."""
 
     @property
     def count(self) -> int:
-        """The number of slices in the last list."""
         return len(self._slices)
 
     def current(self) -> list[dict[str, Any]]:
-        """Return all slices sorted by name, including the plugin's writes. Callers must not modify them.
-
-        The server is queried only if the last list is stale. Raises: ApiUnavailableError, ApiRejectedError.
+        """Return slices sorted by name, which callers must not modify. Queries the server only if the last list is
+        stale.
         """
         with self._lock:
             is_old = self._listed_at < self._changes
@@ -62,25 +56,24 @@ class SliceCache(Follower):
         return self._slices
 
     def list(self) -> tuple[list[dict[str, Any]], str]:
-        """Like `Follower.list`, but sorted by name."""
         items, version = super().list()
         return sorted(
             (_TYPE | item for item in items), key=lambda item: str(item["metadata"]["name"])
         ), version
 
     def create(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """Create a slice, and return the stored one, which may lack fields of `obj`."""
+        """Return the stored slice, which may lack fields of `obj`."""
         metadata = obj["metadata"]
         action = f"create resource slice {metadata.get('name') or metadata.get('generateName')}"
         return self._write("POST", obj | _TYPE, action=action)
 
     def update(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """Replace a slice, and return the stored one. The API server refuses a stale resourceVersion with 409."""
+        """Return the stored slice. A stale resourceVersion is refused with 409."""
         name = obj["metadata"]["name"]
         return self._write("PUT", obj | _TYPE, name=name, action=f"update resource slice {name}")
 
     def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
-        """Delete the slice if it exists. The API server refuses with 409 if its UID or its version is different."""
+        """Delete the slice if it exists. A different UID or version is refused with 409."""
         version = {"resourceVersion": resource_version} if resource_version else {}
         body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid} | version}
         try:
@@ -100,7 +93,7 @@ class SliceCache(Follower):
             self._changes += 1
 
     def _list(self) -> str:
-        """List the slices, and return the list's version. If slices change during the request, the list is stale."""
+        """If slices change during the request, the list is stale."""
         with self._lock:
             changes = self._changes
         slices, version = self.list()

@@ -22,17 +22,16 @@ from dra_driver.model.dataclass import dataclass, field
 _POOL_SIZE = 16
 CONNECT_TIMEOUT_S = 5.0
 UNACKNOWLEDGED_S = 8.0
-"""How long sent data may stay unacknowledged."""
 _READ_BYTES = 65536
 _SHORTEST_S = 0.001  # a timeout of 0 would make a socket non-blocking
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How to reach the API server. Equal routes can share connections.
+    """Equal routes can share connections.
 
-    `server` and `proxy` are URLs without credentials, for example `https://10.96.0.1:443`. `ca`, `certificate` and
-    `key` are PEM; without `ca`, the system's CAs apply. `proxy_authorization` is a header's value.
+    `server` and `proxy` are URLs without credentials, such as `https://10.96.0.1:443`. `ca`, `certificate` and `key`
+    are PEM. `proxy_authorization` is a header's value.
     """
 
     server: str
@@ -46,8 +45,8 @@ class Route:
 
 
 def new_manager(route: Route) -> urllib3.PoolManager:
-    """Return a pool of connections for the route. Raises: OSError (including ssl.SSLError), ValueError if the CA, the
-    certificate or its key is not PEM.
+    """Return a pool of connections. Raises: OSError (including ssl.SSLError), ValueError if the CA, certificate or key
+    is not PEM.
     """
     more: dict[str, Any] = {
         "maxsize": _POOL_SIZE,
@@ -76,7 +75,7 @@ def opened(
     body: bytes | None,
     left_s: float,
 ) -> urllib3.BaseHTTPResponse:
-    """Send a request, and return the response once its headers have arrived, which takes at most `left_s` seconds.
+    """Send a request, and return the response once its headers have arrived, within `left_s` seconds.
 
     Raises: the errors of urllib3; HTTPError if the response is compressed, because it could be of any size.
     """
@@ -103,7 +102,7 @@ def opened(
 def body_of(response: urllib3.BaseHTTPResponse) -> bytearray:
     """Read the whole body, within the time limit of `opened`; empty if it is compressed.
 
-    Raises: the errors of urllib3; TooLargeError for more than MAX_BYTES.
+    Raises: the errors of urllib3; TooLargeError.
     """
     body = bytearray()
     try:
@@ -119,12 +118,11 @@ def body_of(response: urllib3.BaseHTTPResponse) -> bytearray:
 
 
 def piece_of(response: urllib3.BaseHTTPResponse) -> bytes:
-    """Return the next bytes of a body as soon as they arrive; empty at its end. Raises: the errors of urllib3."""
     return response.read1(_READ_BYTES)
 
 
 def wait_for_each_piece(response: urllib3.BaseHTTPResponse, idle_s: float) -> None:
-    """From now on, limit the wait for each piece of the body, and no longer the time for the whole response."""
+    """From now on, limit the wait for each piece of the body instead of the time for the whole response."""
     connection = response.connection
     if isinstance(connection, _Limits):
         connection.reader.until, connection.reader.idle_s = math.inf, idle_s
@@ -153,10 +151,7 @@ class _Until(Timeout):
 
 
 class _LimitedReader(io.RawIOBase):
-    """Reads from a socket until a moment. The socket's own timeout would start again with each byte.
-
-    `until` (time.monotonic()) begins as the socket's timeout from now.
-    """
+    """Reads from a socket until a moment. The socket's own timeout would begin again with each byte."""
 
     def __init__(self, sock: socket.socket, raw: io.RawIOBase) -> None:
         self._sock, self._raw = sock, raw
@@ -182,7 +177,7 @@ class _LimitedReader(io.RawIOBase):
 
 
 class _Limits:
-    """A connection whose responses, including those of a proxy to CONNECT, must be complete in time.
+    """A connection whose responses must be complete in time, even those of a proxy to CONNECT.
 
     Its timeout holds for all of connecting: to the proxy, CONNECT, and TLS with both.
     """
@@ -228,7 +223,6 @@ class _TlsPool(urllib3.HTTPSConnectionPool):
 
 
 def _tls_context(route: Route) -> ssl.SSLContext:
-    """Raise OSError (including ssl.SSLError), ValueError."""
     ca = None if route.ca is None else route.ca.decode("ascii", "ignore")
     if ca is not None and not ca.strip():
         raise ValueError("the CA is empty")
@@ -249,9 +243,7 @@ def _tls_context(route: Route) -> ssl.SSLContext:
 
 
 def _socket_options() -> list[tuple[int, int, int]]:
-    """Return options that detect a vanished peer after 8 s, or 20 s after its last byte if nothing is sent, as on a
-    watch.
-    """
+    """Return options that detect a vanished peer after 8 s, or on a silent watch 20 s after its last byte."""
     return [
         *HTTPConnection.default_socket_options,
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

@@ -24,22 +24,19 @@ _WATCH_S = (
     600,
 )  # until the server ends a watch; random, so that nodes do not reconnect at the same time
 _IDLE_S = 90.0
-"""Bookmarks arrive about once a minute. If one is missing, the server is dead behind a load balancer that still
-acknowledges data. The plugin misses changes until it ends the watch.
-"""
+"""Bookmarks arrive about once a minute. Without one, the server is dead behind a load balancer that still acknowledges
+data."""
 _BACKOFF_S = (1.6, 30.0)
-"""First and maximum retry delay; half of the first is random, as in client-go, so that 10,000 nodes reconnect
-over 0.8 s.
-"""
+"""First and maximum retry delay; half of the first is random, as in client-go, so that 10,000 nodes reconnect over 0.8
+s."""
 _TRUSTED_S = 40.0
-"""How long the node's labels remain valid while the watch fails: longer than the pause between two lists."""
+"""How long labels remain valid while the watch fails: longer than the pause between two lists."""
 
 
 class Follower(BackgroundWorker):
     """Lists the objects at `path` that match `field_selector`, and watches them from that list on, repeatedly.
 
-    `what` describes the objects. A subclass handles each list in `_relist` and each event in `_on_event`, on
-    the worker's thread; both must be quick. An idle follower sleeps in one socket read.
+    `what` describes the objects. `_relist` and `_on_event` run on the worker's thread and must be quick.
     """
 
     def __init__(
@@ -61,29 +58,23 @@ class Follower(BackgroundWorker):
         self._version = ""  # resource version to watch from; empty: list first
         self._stream: WatchStream | None = None
         self.failing: tuple[float, str] | None = None
-        """When list and watch began to fail (time.monotonic()), and why; None after a success."""
 
     def retire(self) -> None:
-        """Deliver no more events, and end the current watch."""
         super().retire()
         stream = self._stream
         if stream is not None:
             stream.close()
 
     def list(self) -> tuple[list[dict[str, Any]], str]:
-        """Return the objects on the server, and the resource version to watch from. Raises: ApiUnavailableError,
-        ApiRejectedError.
-        """
+        """Return the objects, and the version to watch from. Raises: ApiUnavailableError, ApiRejectedError."""
         answer = self._api.request("GET", self._path, query=self._selector, action=f"list {self._what}")
         return list(answer.get("items") or ()), str(
             (answer.get("metadata") or {}).get("resourceVersion") or ""
         )
 
     def open_watch(self, resource_version: str) -> WatchStream:
-        """Return a stream of events after `resource_version`; the caller closes it.
-
-        Raises: WatchExpiredError (list again), ApiUnavailableError, ApiRejectedError; while it is read,
-        ApiUnavailableError if the connection breaks or is silent for 90 s.
+        """Return a stream that the caller closes. Raises: WatchExpiredError (list again), ApiUnavailableError,
+        ApiRejectedError.
         """
         query = self._selector | {
             "watch": "true",
@@ -96,18 +87,14 @@ class Follower(BackgroundWorker):
 
     @abstractmethod
     def _relist(self) -> str:
-        """List and store the objects, and return the version of the list. Raises: like `list`."""
+        """List and store the objects, and return the list's version. Raises: like `list`."""
 
     @abstractmethod
     def _on_event(self, event: dict[str, Any]) -> None:
-        """Handle an event: an object was added, changed or deleted."""
+        """Handle an added, changed or deleted object."""
 
     def _turn(self) -> float:
-        """Follow until the watch ends, and return the seconds until the next turn.
-
-        There is always a pause before the next watch, because the reason for which a watch ended may also end the
-        next one, on all nodes at the same time.
-        """
+        """Return the pause until the next turn: what ended a watch may also end the next one, on all nodes at once."""
         failure: Exception | None = None
         # After an outage the server may have another history, for example from a backup. A watch from the old
         # version would stay silent until the server has caught up, so list again after a failure.
@@ -130,11 +117,7 @@ class Follower(BackgroundWorker):
         return self._backoff.next(failure.retry_after_s if isinstance(failure, ApiUnavailableError) else None)
 
     def _follow(self, version: str) -> tuple[str, ApiUnavailableError | None]:
-        """Handle events until the watch ends. Return the version to resume from, and the error that broke the
-        watch, if any.
-
-        Raises: WatchExpiredError, including if an event is older than `version`, because the history was reset.
-        """
+        """Return the version to resume from, and the error that broke the watch, if any. Raises: WatchExpiredError."""
         started = time.monotonic()
         self._stream = stream = self.open_watch(version)
         self.failing = None
@@ -154,7 +137,7 @@ class Follower(BackgroundWorker):
 
 
 def version_after(version: str, event: dict[str, Any]) -> str:
-    """Return the version after this event. Raises: WatchExpiredError if it is older than `version`."""
+    """Raise WatchExpiredError if the event is older than `version`."""
     metadata = event["object"].get("metadata") if isinstance(event.get("object"), dict) else None
     new = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
     if not isinstance(new, str) or not new:
@@ -166,13 +149,9 @@ def version_after(version: str, event: dict[str, Any]) -> str:
 
 
 class NodeLabels(Follower):
-    """The labels of this node. `on_change` is called on the worker's thread when they change.
-
-    Requires `list` and `watch` on nodes, and queries only this node.
-    """
+    """`on_change` is called on the worker's thread. Requires `list` and `watch` on nodes."""
 
     def __init__(self, api: ApiClient, node: str, on_change: Callable[[], None], **more: Any) -> None:
-        """`more` is passed to the Follower."""
         super().__init__("node-labels", api, "/api/v1/nodes", f"metadata.name={node}", f"node {node}", **more)
         self._on_change = on_change
         self._labels: Mapping[str, str] | None = None
@@ -181,7 +160,7 @@ class NodeLabels(Follower):
     def now(self) -> Mapping[str, str] | None:
         """Return the labels; None until they are known, and while the node does not exist.
 
-        Raises: ApiUnavailableError if list or watch fails, and no list or event has arrived for a while.
+        Raises: ApiUnavailableError if list or watch fails, and nothing has arrived for a while.
         """
         failing, updated_at = self.failing, self._updated_at
         if failing is not None and (

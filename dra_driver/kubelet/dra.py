@@ -1,8 +1,7 @@
-"""The DRA service, v1 and v1beta1: passes the kubelet's calls to a ClaimCalls and converts the outcomes to
-responses.
+"""The DRA service, v1 and v1beta1.
 
-A claim's failure goes into that claim's entry, never into the status of the call, so the kubelet can still
-use the other claims. Claim references are checked before any code uses them, especially in paths.
+A claim's failure goes into that claim's entry, never into the status of the call, so the kubelet can still use the
+other claims. Claim references are checked before any code uses them, especially in paths.
 """
 
 from __future__ import annotations
@@ -39,12 +38,10 @@ _MAX_SHOWN_CHARS = 64
 
 
 class ClaimCalls(Protocol):
-    """Prepares and unprepares the claims of a call. Called by many threads at the same time.
+    """Prepares and unprepares the claims of a call, which have valid, distinct names. Called by many threads.
 
-    `deadline_s` is the number of seconds until the caller gives up; it is very large if there is no deadline.
-    `is_cancelled` returns whether the caller has disconnected or cancelled the call; the caller may then call again,
-    perhaps another instance. Every claim has valid names and occurs once. The result has an entry for the UID of each
-    claim. If the method raises, all claims of the call are reported to the kubelet as failed.
+    `deadline_s` is the seconds until the caller gives up. `is_cancelled` returns whether the caller has left; it may
+    call again, perhaps another instance. The result has an entry for each UID. An exception fails all claims.
     """
 
     def prepare(
@@ -57,22 +54,19 @@ class ClaimCalls(Protocol):
 
 
 def method_path(version: str, method: str) -> str:
-    """Return the gRPC path of a method in service version V1 or V1BETA1."""
     return f"/k8s.io.kubelet.pkg.apis.dra.{version}/{method}"
 
 
 class DraService:
     """Serves both versions with the messages of v1.
 
-    The messages of v1beta1 have the same fields and numbers, except for share IDs, which a v1beta1 kubelet
-    ignores. A test compares them.
+    Those of v1beta1 differ only in share IDs, which a v1beta1 kubelet ignores. A test compares them.
     """
 
     def __init__(self, claims: ClaimCalls) -> None:
         self._claims = claims
 
     def methods(self) -> Methods:
-        """Return the handlers of both versions, by path."""
         return {
             method_path(version, name): unary(name, behavior, request)
             for version in (V1, V1BETA1)
@@ -102,10 +96,6 @@ class DraService:
 def _outcomes(
     call: _Call[_Outcome], claims: Sequence[pb.Claim], context: grpc.ServicerContext
 ) -> dict[str, _Outcome | Failed]:
-    """Return one outcome for each UID of the request: the result of `call`, or an error.
-
-    Raises: RpcError if the call has too many claims.
-    """
     if len(claims) > MAX_CLAIMS:
         raise RpcError(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -134,7 +124,7 @@ def _prepare_entry(outcome: PrepareOutcome) -> pb.NodePrepareResourceResponse:
 
 
 def _failure(outcome: Failed) -> str:
-    """Return the error text, never empty: the kubelet treats an empty text as success."""
+    """Never return an empty text: the kubelet treats it as success."""
     return error_text(outcome.error) or "internal error: the plugin failed without giving a reason"
 
 
@@ -150,17 +140,14 @@ def _device(device: PreparedDevice) -> pb.Device:
 
 @dataclass(frozen=True, slots=True)
 class CheckedClaims:
-    """The claims of a request: `accepted` in request order without duplicates, `refused` reasons by UID."""
+    """Claims in request order, and the reasons for the refused ones by UID."""
 
     accepted: tuple[ClaimRef, ...]
     refused: dict[str, str]
 
 
 def check_claims(claims: Iterable[ClaimRef]) -> CheckedClaims:
-    """Split the claims of one request into accepted and refused ones.
-
-    Identical references count once. A UID with two different names is refused.
-    """
+    """Split the claims of one request. Identical references count once; a UID with two different names is refused."""
     accepted: dict[str, ClaimRef] = {}
     refused: dict[str, str] = {}
     for ref in claims:
@@ -179,7 +166,6 @@ def check_claims(claims: Iterable[ClaimRef]) -> CheckedClaims:
 
 
 def claim_fault(ref: ClaimRef) -> str | None:
-    """Return what is wrong with the reference, as one sentence; None if it is valid."""
     if not ref.uid:
         return f"claim {_shown(f'{ref.namespace}/{ref.name}')} has no UID"
     if not is_uid(ref.uid):
@@ -195,5 +181,4 @@ def claim_fault(ref: ClaimRef) -> str | None:
 
 
 def _shown(text: str) -> str:
-    """Return the text quoted, with control characters escaped, truncated if it is long."""
     return repr(text) if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]!r}…"

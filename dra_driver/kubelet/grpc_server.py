@@ -1,11 +1,8 @@
 """gRPC servers with limits, on TCP and Unix sockets, and client calls to the sockets of this node.
 
-Every call gets a request ID, log events and error texts.
-
-gRPC removes any socket at the path that it binds. When it stops, it removes the path again, even if another
-process has replaced the socket. So a server binds its socket under a hidden name in the same directory, and
-renames the socket when the server responds. The kubelet therefore never sees a socket that does not respond, a dead
-socket is replaced in one step, and only a socket that is still ours is removed.
+gRPC removes any socket at the path that it binds, and again when it stops, even if another process has replaced the
+socket. So a server binds a hidden name in the same directory, and renames the socket when the server responds. It
+removes only its own socket.
 """
 
 from __future__ import annotations
@@ -46,8 +43,7 @@ MAX_REQUEST_BYTES = 4 * 1024 * 1024
 """Eight times the size of the largest request that we accept."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 MAX_CALLS = 512
-"""Concurrent calls on one server. A kubelet has one for each pod that starts or stops, and one for health. gRPC
-rejects further calls with RESOURCE_EXHAUSTED."""
+"""Concurrent calls; gRPC rejects more with RESOURCE_EXHAUSTED. A kubelet has one for each pod that starts or stops."""
 _SOCKET_MODE = 0o600
 _AFTER_GRACE_S = 1.0
 
@@ -61,7 +57,7 @@ class RpcError(Exception):
 
 
 def error_text(error: BaseException | str) -> str:
-    """Return one line of valid UTF-8 of limited length; for an unexpected error it also names the class."""
+    """Return one line of valid UTF-8 of limited length."""
     match error:
         case str():
             text = error
@@ -73,8 +69,6 @@ def error_text(error: BaseException | str) -> str:
 
 
 def unary(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandler:
-    """Return the handler of a method with one request, of message class `request`, and one response."""
-
     def call(message: Any, context: grpc.ServicerContext) -> Any:
         with _errors_reported(method, context):
             _log.debug("rpc_received", request=message)
@@ -86,10 +80,6 @@ def unary(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandl
 
 
 def streaming(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandler:
-    """Return the handler of a method with one request, of message class `request`, and a stream of
-    responses.
-    """
-
     def call(message: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         with _errors_reported(method, context):
             _log.debug("stream_opened", request=message)
@@ -101,7 +91,6 @@ def streaming(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodH
 
 @contextmanager
 def _errors_reported(method: str, context: grpc.ServicerContext) -> Iterator[None]:
-    """Give the call a request ID, logs its exception, and converts the exception to a gRPC status."""
     # gRPC runs each call in its own context.
     bind_contextvars(request_id=next(_request_ids), method=method)
     try:
@@ -117,16 +106,13 @@ def _errors_reported(method: str, context: grpc.ServicerContext) -> Iterator[Non
 
 
 def unix_target(path: Path) -> str:
-    """Return the gRPC address of a socket, percent-encoded because gRPC decodes it."""
     return "unix:" + quote(str(path), safe="/")
 
 
 def call_method(path: Path, method: str, request: Any, response_type: Any, timeout_s: float) -> Any:
-    """Call `method` on the socket over a new connection, and return the response, of message class
-    `response_type`.
+    """Return the response of `method` on the socket.
 
-    Raises: grpc.RpcError, with DEADLINE_EXCEEDED after `timeout_s` seconds, and with UNAVAILABLE if no process
-    listens.
+    Raises: grpc.RpcError, with DEADLINE_EXCEEDED after `timeout_s`, and with UNAVAILABLE if no process listens.
     """
     return call_with_metadata(path, method, request, response_type, timeout_s)[0]
 
@@ -134,7 +120,7 @@ def call_method(path: Path, method: str, request: Any, response_type: Any, timeo
 def call_with_metadata(
     path: Path, method: str, request: Any, response_type: Any, timeout_s: float
 ) -> tuple[Any, dict[str, str]]:
-    """Like `call_method`, and also returns the trailing metadata of the server."""
+    """Return the response, like `call_method`, and the trailing metadata."""
     with grpc.insecure_channel(unix_target(path), options=_CLIENT_OPTIONS) as channel:
         method_of = channel.unary_unary(method, _bytes_of, response_type.FromString)
         response, call = method_of.with_call(request, timeout=max(0.0, timeout_s))
@@ -142,10 +128,8 @@ def call_with_metadata(
 
 
 class _CallThreads(Executor):
-    """Runs each call in a thread of its own, so that no call waits for another one.
-
-    The threads are daemons, so a handler that hangs in the NVIDIA driver does not keep the process from
-    exiting.
+    """Runs each call in a daemon thread: no call waits for another one, and a hanging call does not keep the process
+    alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -173,9 +157,7 @@ class _CallThreads(Executor):
         return future
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds for all calls to end, including calls whose callers have left.
-        Returns whether they did.
-        """
+        """Return whether all calls have ended in time, including calls whose callers have left."""
         return not wait(tuple(self._running), timeout_s).not_done
 
 
@@ -188,7 +170,7 @@ class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class GrpcServer:
-    """Serves the methods from start() to stop(); cannot be restarted. `options` are gRPC channel options."""
+    """Serves the methods from start() to stop(); cannot be restarted."""
 
     def __init__(
         self,
@@ -216,27 +198,22 @@ class GrpcServer:
         )
 
     def bind(self, address: str) -> int:
-        """Binds an address before start(), and returns the port of a TCP address. Raises: RuntimeError."""
+        """Bind an address before start(), and return the port of a TCP address. Raises: RuntimeError."""
         port: int = self._server.add_insecure_port(address)
         return port
 
     def start(self) -> None:
-        """Accept calls."""
         self._server.start()
 
     def stop(self, grace_s: float) -> None:
-        """Rejects new calls, and gives running ones `grace_s` seconds before it abandons them. Does nothing
-        before start().
-        """
+        """Reject new calls, and abandon running ones after `grace_s` seconds. Does nothing before start()."""
         stopped = self._server.stop(max(0.0, grace_s)).wait(max(0.0, grace_s) + _AFTER_GRACE_S)
         if not (stopped and self._threads.wait_idle(_AFTER_GRACE_S)):
             _log.warning("calls_abandoned", server=self._name, grace_s=grace_s)
 
 
 class SocketServer:
-    """Serves the methods at each of the `paths`, by name, from start() to stop(); cannot be restarted. One server needs
-    half the threads and wake-ups of two.
-    """
+    """Serves the methods at each of the `paths`: one server needs half the threads and wake-ups of two."""
 
     def __init__(self, paths: Mapping[str, Path], methods: Methods) -> None:
         self._paths = paths
@@ -246,10 +223,7 @@ class SocketServer:
         self._identities: dict[Path, tuple[int, int, int] | None] = {}
 
     def start(self) -> None:
-        """Binds the sockets and starts the server, and only then makes the sockets visible, in their order.
-
-        Raises: StateError if another process uses a path or a socket cannot be created.
-        """
+        """Start the server, and only then make the sockets visible, in their order. Raises: StateError."""
         for path in self._paths.values():
             ensure_free(path)
         try:
@@ -273,7 +247,7 @@ class SocketServer:
             ) from error
 
     def fault(self) -> str | None:
-        """Return why the kubelet can no longer find our sockets; None while it can."""
+        """Return why the kubelet can no longer find our sockets."""
         for name, path in self._paths.items():
             found = identity(path)
             if found is None:
@@ -283,7 +257,6 @@ class SocketServer:
         return None
 
     def stop(self, grace_s: float) -> None:
-        """Like GrpcServer.stop, and removes the sockets."""
         self._server.stop(grace_s)
         for path, bound in self._identities.items():
             if bound is not None and identity(path) == bound:

@@ -1,13 +1,7 @@
 """Checks that our own two sockets respond, and serves gRPC health for the kubelet's probes.
 
-Liveness calls the sockets as the kubelet does: it fails if a socket file was removed or a server is stuck. It
-does not fail for bad GPUs or an unreachable API server, because a restart would not help. Its calls name no claim,
-so they need no GPU and no API server. The health service listens on TCP. It implements Check, but not Watch or
-List, for these services:
-
-    ""  "liveness"   our two sockets respond
-    "startup"        they have responded once
-    "readiness"      the application is ready
+Liveness does not fail for bad GPUs or an unreachable API server, because a restart would not help: its calls name no
+claim. The health service implements Check, but not Watch or List.
 """
 
 from __future__ import annotations
@@ -37,7 +31,6 @@ SERVICE = "grpc.health.v1.Health"
 MAX_PROBES = 64
 """Limited, because the port is open to the pod network."""
 MAX_PROBE_BYTES = 1024
-"""A request contains only the name of a service."""
 
 _OPTIONS = (
     ("grpc.max_allowed_incoming_connections", 256),  # excess connections are refused
@@ -48,10 +41,7 @@ _Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 def dial(registrar: Path, timeout_s: float = DIAL_TIMEOUT_S) -> str | None:
-    """Get our endpoint from the registration socket, and sends an empty Prepare to it.
-
-    Returns what is wrong; None if both sockets respond.
-    """
+    """Call both sockets as the kubelet does; returns what is wrong."""
     until = time.monotonic() + timeout_s
     nothing, answer = dra_v1_pb2.NodePrepareResourcesRequest(), dra_v1_pb2.NodePrepareResourcesResponse
     name, path = "registration", registrar
@@ -67,12 +57,7 @@ def dial(registrar: Path, timeout_s: float = DIAL_TIMEOUT_S) -> str | None:
 
 
 class Liveness:
-    """Whether our sockets respond.
-
-    Callers that arrive during a check or within `max_age_s` seconds after it share its result. `dial` returns
-    what is wrong, or None. A single failure has no consequence: the kubelet restarts the plugin only after
-    several failed probes in a row.
-    """
+    """Whether our sockets respond. Callers during a check or within `max_age_s` seconds after it share its result."""
 
     def __init__(self, dial: Callable[[], str | None], *, max_age_s: float = CACHED_S) -> None:
         self._dial = dial
@@ -84,10 +69,7 @@ class Liveness:
         self._started = False
 
     def fault(self, max_age_s: float | None = None) -> str | None:
-        """Return why the kubelet cannot reach us, as a sentence with the remedy; None if it can.
-
-        `max_age_s` overrides the value of the constructor.
-        """
+        """Return why the kubelet cannot reach us, as a sentence with the remedy."""
         most_s = self._max_age_s if max_age_s is None else max_age_s
         with self._lock:
             if self._checked_at is None or time.monotonic() - self._checked_at >= most_s:
@@ -102,14 +84,12 @@ class Liveness:
             return self._fault
 
     def lasting_fault(self, lasting_s: float) -> str | None:
-        """Return the fault of the last check if no check has succeeded for `lasting_s` seconds. Runs no
-        check itself.
-        """
+        """Return the last fault if no check has succeeded for `lasting_s` seconds. Runs no check itself."""
         fault, since = self._fault, self._failing_since
         return fault if since is not None and time.monotonic() - since >= lasting_s else None
 
     def start_fault(self) -> str | None:
-        """Like `fault` until the sockets have responded once; then always None."""
+        """Return the fault until the sockets have responded once; then always None."""
         return None if self._started else self.fault()
 
     def _check(self) -> str | None:
@@ -123,8 +103,6 @@ class Liveness:
 
 
 class HealthServer:
-    """Serves grpc.health.v1 at a TCP address; `ready` returns whether the plugin is ready."""
-
     def __init__(self, address: str, liveness: Liveness, ready: Callable[[], bool]) -> None:
         self._address = address
         self._services: dict[str, Callable[[], bool]] = {

@@ -29,9 +29,9 @@ from dra_driver.model.dataclass import dataclass
 from dra_driver.model.problems import NodeProblem
 
 HEALTH_VERSIONS = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
-"""Kubelet 1.36 opens the v1alpha1 stream to every DRA plugin, even if the plugin does not advertise it, and retries
-every five seconds while the response is Unimplemented. That response needs no thread. Kubelet 1.37 opens only an
-advertised stream, v1 if available."""
+"""Kubelet 1.36 opens the v1alpha1 stream unasked, and retries every five seconds while the response is Unimplemented.
+Kubelet 1.37 opens only an advertised stream, v1 if available.
+"""
 DeviceHealthWatch = Callable[[Any, Any], Iterator[pb.NodeWatchResourcesResponse]]
 """Gets the request and gRPC's context; yields the health of all devices after each change."""
 
@@ -40,19 +40,16 @@ _log = structlog.get_logger(__name__)
 _WITHDRAWAL_GRACE_S = 1.0
 _REGISTERED_WITHIN_S = 30.0
 _DIAL_EVERY_S = 30.0
-"""Where a kubelet probes the plugin, its probes dial more often than that."""
+"""A kubelet that probes the plugin makes it dial more often."""
 _UNREACHABLE_FOR_S = 10.0
-"""A single late response is not a problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
     """How the plugin presents itself to the kubelet.
 
-    `plugins_dir` belongs to the kubelet; our directory in it has the name of the DRA driver. A `pod_uid`
-    allows rolling updates. `health_address` is `host:port`, or None for no health service. Running calls may
-    continue for `grace_s` seconds after stop(). Every `guard_s` seconds, the plugin checks its own sockets and
-    the sockets of other drivers.
+    A `pod_uid` allows rolling updates. Running calls may continue for `grace_s` seconds after stop(). The plugin checks
+    its own and other drivers' sockets every `guard_s` seconds.
     """
 
     driver: str
@@ -65,7 +62,6 @@ class PluginSettings:
 
     @property
     def plugin_dir(self) -> Path:
-        """The plugin's own directory, with its DRA socket."""
         return self.plugins_dir / self.driver
 
 
@@ -112,17 +108,14 @@ class KubeletPlugin:
 
     @property
     def status(self) -> RegistrationStatus | None:
-        """The kubelet's answer to our registration; None before the first one."""
         return self.registrar.status
 
     @property
     def stopping(self) -> bool:
-        """True after a call of stop()."""
         return self._stopping.is_set()
 
     @property
     def health_port(self) -> int | None:
-        """The TCP port of the health service after start(); None without a health service."""
         return self._health.port if self._health else None
 
     def start(self) -> None:
@@ -143,14 +136,10 @@ class KubeletPlugin:
         self._guard.start()
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return why the kubelet cannot reach this plugin, and which other drivers it may reach instead."""
         return [*self._registration_problems(), *self._others.problems()]
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Stop the kubelet's calls, then health, and wait for both. Safe to call twice.
-
-        Running calls have `grace_s` seconds to finish; None means the value in the settings.
-        """
+        """Stop the kubelet's calls, then health, and wait for both. Safe to call twice."""
         self._stopping.set()
         with self._stop_lock:
             self._server.stop(self.settings.grace_s if grace_s is None else grace_s)
@@ -204,6 +193,5 @@ class KubeletPlugin:
 
 
 def _health_methods(watch: DeviceHealthWatch) -> Methods:
-    """Return the handlers of both versions, by path. Their messages are identical on the wire."""
     methods = [f"{version}/NodeWatchResources" for version in HEALTH_VERSIONS]
     return {f"/{method}": streaming(method, watch, pb.NodeWatchResourcesRequest) for method in methods}

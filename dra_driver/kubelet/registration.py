@@ -1,11 +1,10 @@
 """Registration with the kubelet, and detection of other drivers with our name on this node.
 
-The kubelet sends claims to the plugin that last registered under a name, whichever program that is. So this
-module finds the owner of each socket in the kubelet's registry directory and in the driver's plugin directory. Our
-registration service identifies itself in the metadata of its response, and its endpoint is in our plugin
-directory. A socket that cannot be called may be ours (SELinux separates unprivileged pods), so it is reported only if
-that lasts longer than a rolling update on this node. The form of its name proves nothing, because NVIDIA's DRA driver
-uses the same form.
+The kubelet sends claims to whichever program last registered under a name. So this module finds the owner of each
+socket in the kubelet's registry directory and in the driver's plugin directory. Our own response has metadata, and an
+endpoint in our plugin directory. A socket that cannot be called may be ours (SELinux separates unprivileged pods), so
+it is reported only if that lasts longer than a rolling update. The form of its name proves nothing: NVIDIA's DRA driver
+uses the same.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PLUGIN_TYPE = "DRAPlugin"
 GET_INFO = "/pluginregistration.Registration/GetInfo"
 NOTIFY = "/pluginregistration.Registration/NotifyRegistrationStatus"
 SERVED_BY_KEY, SERVED_BY = "served-by", "gpu-dra-driver"
-"""Metadata of each GetInfo response, by which other instances of this plugin recognise it. The kubelet ignores it."""
+"""Metadata of GetInfo by which other instances recognise this plugin."""
 _log = structlog.get_logger(__name__)
 
 _QUERY_S = 1.0
@@ -38,13 +37,14 @@ _SILENT_LOOKS = 24
 """Two minutes: longer than two pods of this plugin run side by side."""
 
 Origin = Literal["ours", "foreign", "elsewhere", "silent", "dead"]
-"""Who listens on a socket: an instance of this plugin, another driver with our name, a plugin with another name, an
-unknown program, or no process."""
+"""An instance of this plugin, another driver with our name, a plugin with another name, an unknown program, or no
+process.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RegistrationStatus:
-    """The kubelet's last answer; `error` is the reason if it refused the plugin."""
+    """The kubelet's last answer."""
 
     registered: bool
     error: str = ""
@@ -57,15 +57,14 @@ class PluginOwner(Protocol):
         """Return the result of readiness probes."""
 
     def registration_changed(self, status: RegistrationStatus) -> None:
-        """Note that the kubelet has registered the plugin, or refused it."""
+        """Note the kubelet's answer."""
 
     def plugin_died(self, error: FatalError) -> None:
-        """Note that a server has failed, so the plugin can no longer serve."""
+        """Note that a server has failed."""
 
 
 class Registrar:
-    """Answers the kubelet's plugin watcher as long as the process runs, because a restarted kubelet calls
-    again.
+    """Answers the kubelet's plugin watcher as long as the process runs, because a restarted kubelet calls again.
 
     The kubelet uses the first of `versions` that it supports, for each service.
     """
@@ -82,10 +81,8 @@ class Registrar:
         )
         self._owner = owner
         self.status: RegistrationStatus | None = None
-        """The kubelet's last answer; None before the first one."""
 
     def methods(self) -> Methods:
-        """Return the handlers of the service, by path."""
         return {
             GET_INFO: unary("GetInfo", self._get_info, pb.InfoRequest),
             NOTIFY: unary("NotifyRegistrationStatus", self._notify, pb.RegistrationStatus),
@@ -109,9 +106,7 @@ class Registrar:
 
 @dataclass(frozen=True, slots=True)
 class SocketOwner:
-    """The program that listens on a socket. `endpoint` is its DRA socket; `reason` says why the owner is
-    unknown.
-    """
+    """The program that listens on a socket. `endpoint` is its DRA socket; `reason` says why the owner is unknown."""
 
     origin: Origin
     endpoint: Path | None = None
@@ -128,9 +123,8 @@ class _Seen:
 class SocketWatch:
     """Checks the sockets in `registry_dir` and `plugin_dir` repeatedly.
 
-    `look` may take a second for each socket that does not respond, and must run in one thread only; the other
-    methods return what the last check found. A socket of this plugin, or of a plugin with another name, is not
-    called again until its file is replaced.
+    `look` may take a second for each socket that does not respond, and must run in one thread only. A socket of this
+    plugin, or of a plugin with another name, is not called again until its file is replaced.
     """
 
     def __init__(self, driver: str, registry_dir: Path, plugin_dir: Path) -> None:
@@ -140,7 +134,6 @@ class SocketWatch:
         self._seen: dict[Path, _Seen] = {}
 
     def look(self) -> None:
-        """Find new sockets, and calls sockets again whose owner may have changed."""
         found: dict[Path, _Seen] = {}
         for directory in (self._registry_dir, self._plugin_dir):
             try:
@@ -155,9 +148,6 @@ class SocketWatch:
         self._seen = found
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return a problem for each socket that is served by another driver with our name, and for each socket with
-        our name that does not respond.
-        """
         return [
             NodeProblem("foreign-driver", self._stranger(path, seen.owner), str(path))
             for path, seen in self._seen.items()
@@ -208,9 +198,7 @@ class SocketWatch:
 
 
 def owner_of(path: Path, driver: str, plugin_dir: Path) -> SocketOwner:
-    """Return the current owner of the socket. In the plugin directory, a server without GetInfo belongs to another
-    driver.
-    """
+    """Return the current owner. In the plugin directory, a server without GetInfo belongs to another driver."""
     if not listening(path):
         return SocketOwner("dead")
     try:
@@ -227,7 +215,6 @@ def owner_of(path: Path, driver: str, plugin_dir: Path) -> SocketOwner:
 
 
 def _sockets(directory: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
-    """Yield the sockets that the kubelet would see, each with its file identity. Raises: OSError."""
     try:
         names = os.listdir(directory)  # noqa: PTH208  runs every few seconds: avoid Path objects
     except FileNotFoundError:

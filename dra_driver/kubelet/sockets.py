@@ -1,7 +1,6 @@
 """Paths of the plugin's two sockets, and checks before binding one.
 
-A Unix socket path has at most 107 bytes. If a name with the pod UID is too long, it uses a hash instead, in
-the same way as the Go helper library, so tools that know its names find our sockets.
+Too long names are hashed as in the Go helper library, so tools that know its names find our sockets.
 """
 
 from __future__ import annotations
@@ -25,18 +24,14 @@ _PROBE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SocketPaths:
-    """The plugin's sockets: `registrar` is in the kubelet's registry directory, `dra` in our own directory."""
-
     registrar: Path
     dra: Path
 
 
 def socket_paths(driver: str, *, registry_dir: Path, plugin_dir: Path, pod_uid: str | None) -> SocketPaths:
-    """Return the paths of both sockets. With a pod UID, two instances can run side by side during a rolling
-    update.
+    """Return the paths of both sockets. With a pod UID, two instances can run during a rolling update.
 
-    Names must be valid and directories absolute. Raises: InvalidConfigError if a directory's path is too long
-    for any socket name.
+    Raises: InvalidConfigError if a directory's path is too long for any socket name.
     """
     return SocketPaths(
         registrar=_first_that_fits(registry_dir, _registrar_names(driver, pod_uid)),
@@ -78,16 +73,14 @@ def _first_that_fits(directory: Path, names: tuple[str, ...]) -> Path:
 
 
 def hidden_path(path: Path) -> Path:
-    """Return the path at which a socket is bound before it is renamed; the kubelet ignores names that start
-    with a dot.
+    """Return where a socket is bound first. The kubelet ignores names that start with a dot.
 
-    The hidden name is never longer than the final name; the shortest final name is `dra.sock`.
+    The hidden name is never longer than the final name, of which `dra.sock` is the shortest.
     """
     return path.with_name("." + _digest(path.name, 4))
 
 
 def ensure_registry_dir(directory: Path) -> None:
-    """Raise InvalidConfigError if the kubelet's registry directory does not exist."""
     if not directory.is_dir():
         raise InvalidConfigError(
             f"kubelet registry directory {directory} does not exist; mount the host's directory at the same "
@@ -96,10 +89,7 @@ def ensure_registry_dir(directory: Path) -> None:
 
 
 def ensure_plugin_dir(directory: Path) -> None:
-    """Create our own directory, accessible only to root, unless it exists.
-
-    Raises: StateError if it cannot be created or the path is not a directory.
-    """
+    """Create our own directory for root and its group. Raises: StateError."""
     try:
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
     except OSError as error:
@@ -110,10 +100,7 @@ def ensure_plugin_dir(directory: Path) -> None:
 
 
 def ensure_free(path: Path) -> None:
-    """Check that a socket can be bound at `path`: the path is free, or holds a dead socket.
-
-    Raises: StateError for a file that is not a socket, and for a socket on which a process still listens.
-    """
+    """Raise StateError if the path has a file that is not a socket, or a socket on which a process still listens."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -132,7 +119,6 @@ def ensure_free(path: Path) -> None:
 
 
 def listening(path: Path) -> bool:
-    """Whether a process listens on the socket; a full connection queue counts as listening."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.settimeout(_PROBE_TIMEOUT_S)
         try:
@@ -145,7 +131,7 @@ def listening(path: Path) -> bool:
 
 
 def identity(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when the socket file at the path is replaced; None if there is no file."""
+    """Return a value that changes when the file at the path is replaced; None without a file."""
     try:
         found = path.lstat()
     except OSError:

@@ -1,7 +1,6 @@
 """Creates and destroys the MIG devices that claims and the node's layout need.
 
-The ledger of the GPU has a detail for each device, written before its GPU instance is created, and removed
-after the instance is gone:
+The ledger of the GPU has a detail for each device, from before its GPU instance is created until after it is gone:
 
     (none) ──▶ creating ──▶ creating, with the GPU instance's ID ──▶ created, with compute instance and UUID
        ▲          │ ▲                     │                              │
@@ -14,25 +13,18 @@ after the instance is gone:
 | mode recorded as ours | a record, mode off | enables the mode | removes the record |
 | mode on | record, mode on | continues | disables the mode |
 | detail `creating` | only a detail | creates the GPU instance | removes the detail |
-| GPU instance | a detail, and a GPU instance at its slot | adopts the instance | destroys the instance |
-| the instance's ID in the detail | as above | as above | as above |
+| GPU instance, its ID in the detail | a detail, and a GPU instance at its slot | adopts it | destroys it |
 | compute instance | GPU instance with one compute instance | adopts both | destroys both |
 | detail `created` | everything | finds nothing to do | destroys everything |
 
-| Step of a destruction | A crash after it leaves | The next Prepare | The next undo |
-|---|---|---|---|
-| compute instance gone | detail, GPU instance | creates a new compute instance | continues |
-| GPU instance gone | detail | creates everything | removes the detail |
-| detail gone | mode on | creates everything | disables the mode |
-| mode off | a record | creates everything | removes the record |
+A destruction removes, in this order: compute instance, GPU instance, detail, mode, its record. After a crash, the next
+undo continues, and the next Prepare creates what is missing.
 
-If a creation fails, the same call destroys what it created. If this or any other undo fails, cleanup is pending, as for
-any other step. A device in phase `unknown` is also pending cleanup, until its instance has appeared and is destroyed,
-or has not appeared for 30 s; after a crash the 30 s start at the first check. `MigMode` leaves MIG mode later.
+If a creation fails, the same call destroys what it created. A device in phase `unknown` is pending cleanup until its
+instance has appeared and is destroyed, or has not appeared for 30 s, counted after a crash from the first check.
 
-An instance is ours if the ledger of this boot has its slot, and the GPU instance's ID and the MIG device's
-UUID match as far as they are known. All other instances are foreign, even if a person created one in place of
-ours. The plugin destroys them only for a layout whose configuration allows it (`destroy_foreign`).
+An instance is ours if the ledger of this boot has its slot, and the GPU instance's ID and the MIG device's UUID match
+as far as they are known. All others are foreign; the plugin destroys them only for a layout that allows it.
 """
 
 from __future__ import annotations
@@ -69,9 +61,9 @@ _log = structlog.get_logger(__name__)
 
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.02, 0.1
 _BUSY_S = 0.5
-"""How long an undo waits for the processes on its device to exit."""
+"""How long an undo waits for the processes on its device."""
 _EXPECTED_S = 30.0
-"""How long an instance may still appear after a creation whose outcome NVML did not report."""
+"""How long an instance may still appear after a creation with unknown outcome."""
 
 
 class MayAppearError(RetryableError):
@@ -79,10 +71,9 @@ class MayAppearError(RetryableError):
 
 
 class MigDevices:
-    """Runs and undoes `CreateMig` and `LeaveMigMode`. All calls are idempotent. Runs in the GPU's lane."""
+    """Runs and undoes `CreateMig` and `LeaveMigMode`. All calls are idempotent, and run in the GPU's lane."""
 
     def __init__(self, context: MigContext, mode: MigMode, proc: str) -> None:
-        """`proc` is the host's procfs."""
         self._context = context
         self._hardware = context.hardware
         self._ledger = context.ledger
@@ -93,9 +84,7 @@ class MigDevices:
     # --- steps of claims -----------------------------------------------------------------------
 
     def do(self, step: CreateMig | LeaveMigMode, plan: Plan) -> None:
-        """Create the device, or takes the GPU out of MIG mode. Raises: ClaimRefusedError, RetryableError,
-        StateError.
-        """
+        """Create the device, or take the GPU out of MIG mode. Raises: ClaimRefusedError, RetryableError, StateError."""
         try:
             with self._context.operation():
                 if isinstance(step, CreateMig):
@@ -108,7 +97,7 @@ class MigDevices:
             ) from error
 
     def undo(self, step: CreateMig | LeaveMigMode, ref: ClaimRef) -> None:
-        """Destroys the device; `MigMode` leaves MIG mode later. Raises: the errors of `destroy`."""
+        """Destroy the device; `MigMode` leaves MIG mode later. Raises: the errors of `destroy`."""
         instance = self._instance(step) if isinstance(step, CreateMig) else None
         if instance is not None:
             patience = seconds_for(f"destroy MIG device {instance.device}", _BUSY_S)
@@ -116,7 +105,7 @@ class MigDevices:
                 self.destroy(instance, patience)
 
     def in_place(self, step: CreateMig | LeaveMigMode, record: ClaimRecord) -> bool:
-        """Whether the device was created in this boot and the driver still has its capability files."""
+        """Whether the device was created in this boot and still has its capability files."""
         if not isinstance(step, CreateMig):
             return True
         made = self._instance(step)
@@ -130,11 +119,11 @@ class MigDevices:
     # --- creation ------------------------------------------------------------------------------
 
     def create(self, step: CreateMig, *, for_layout: bool = False) -> OwnedInstance:
-        """Create the device of a step, for a claim or for the node's layout, unless it exists.
+        """Create the device, for a claim or for the node's layout, unless it exists.
 
         Raises: ClaimRefusedError if a foreign instance is in the way; DeviceBusyError; NvmlTransientError;
-        RetryableError; StateError. After an error, everything that was created is destroyed again, but the GPU stays in
-        MIG mode until the claim ends.
+        RetryableError; StateError. After an error, the device is destroyed again, but the GPU stays in MIG mode until
+        the claim ends.
         """
         with self._context.observed("create", step.device) as made:
             known, found = self._instance(step), self._hardware.instances(*step.gpu)
@@ -152,14 +141,10 @@ class MigDevices:
         return created
 
     def _instance(self, step: CreateMig) -> OwnedInstance | None:
-        """Return the ledger's detail for the device of a step; None if there is none."""
         of_gpu = self._ledger.details(OwnedInstance, step.gpu_uuid)
         return next((one for one in of_gpu if one.device == step.device), None)
 
     def _complete(self, known: OwnedInstance, there: GpuInstance) -> OwnedInstance:
-        """Create the missing parts of the device, and return its ledger detail, which is unchanged if
-        nothing was missing.
-        """
         inside = self._hardware.compute_instances(*known.gpu, there.gpu_instance_id)
         if not is_ours(known, there, inside):
             raise ClaimRefusedError(
@@ -172,7 +157,6 @@ class MigDevices:
         return self._save_created(known, there.gpu_instance_id, *inside[0])
 
     def _make(self, step: CreateMig, found: Iterable[GpuInstance], for_layout: bool) -> OwnedInstance:
-        """Create the device and its ledger detail."""
         in_the_way = [instance for instance in found if instance.placement.overlaps(step.placement)]
         self._clear(step.gpu, in_the_way, f"MIG device {step.device}")
         self._mode.enter(step.gpu)
@@ -211,10 +195,8 @@ class MigDevices:
             raise
 
     def _may_be_in_the_way(self, refused: OwnedInstance) -> bool:
-        """Whether an earlier creation with unknown outcome may occupy this placement.
-
-        NVML refused this creation, so it created nothing: an instance at the slot is foreign, unless it comes
-        from such an earlier creation.
+        """Whether an earlier creation with unknown outcome may occupy this placement. This one, which NVML refused,
+        created nothing.
         """
         if self._may_appear(refused.device):
             self._ledger.save(replace(refused, phase="unknown"))
@@ -257,9 +239,7 @@ class MigDevices:
         return created
 
     def _roll_back(self, failed: CreateMig | OwnedInstance) -> None:
-        """Destroys what a failed creation created, according to the ledger. Errors are only logged, because the caller
-        raises the error of the creation.
-        """
+        """Destroy what was created. Only logs errors: the caller raises the error of the creation."""
         try:
             of_gpu = self._ledger.details(OwnedInstance, failed.gpu_uuid)
             for instance in of_gpu:
@@ -271,10 +251,7 @@ class MigDevices:
             _log.error("mig_device_cleanup_failed", device=failed.device, reason=str(error))
 
     def _clear(self, gpu: GpuAddress, in_the_way: Sequence[GpuInstance], wanted: str) -> None:
-        """Destroys these instances, unless one has no ledger detail or is used by a claim.
-
-        Raises: ClaimRefusedError if one is foreign, DeviceBusyError if one is in use.
-        """
+        """Destroy instances of ours. Raises: ClaimRefusedError if one is foreign, DeviceBusyError if one is in use."""
         if not in_the_way:
             return
         ours = {one.slot: one for one in self._ledger.details(OwnedInstance, gpu.uuid)}
@@ -295,23 +272,17 @@ class MigDevices:
                 raise _foreign_in_the_way(gpu, instance, wanted)
 
     def _make_whole(self, step: LeaveMigMode) -> None:
-        """Take a GPU out of MIG mode.
-
-        Raises: ClaimRefusedError if a foreign instance exists or this plugin did not enable the mode; DeviceBusyError
-        if a claim or process uses an instance of ours; RetryableError.
-        """
         self._clear(step.gpu, self._hardware.instances(*step.gpu), f"GPU {step.gpu_uuid} as a whole")
         self._mode.leave(step.gpu)
 
     # --- destruction ---------------------------------------------------------------------------
 
     def destroy(self, instance: OwnedInstance, patience_s: float = 0.0) -> bool:
-        """Destroys the compute instance and the GPU instance, then removes the detail. Returns False if the
-        instance is foreign: then it only removes the detail.
+        """Destroy the device, then remove the detail. Returns False if the instance is foreign: then it only removes
+        the detail.
 
-        Raises: DeviceBusyError that names the processes on the device, if they are still running after
-        `patience_s` seconds; MayAppearError, NvmlUnavailableError, DeviceLostError, RetryableError,
-        StateError. The detail is kept in these cases.
+        Raises: DeviceBusyError that names the processes that still use the device after `patience_s` seconds;
+        MayAppearError, NvmlUnavailableError, DeviceLostError, RetryableError, StateError. The detail is then kept.
         """
         with self._context.observed("destroy", instance.device) as destroyed:
             outcome = self._destroy_patiently(instance, self._context.clock() + patience_s)
@@ -371,10 +342,7 @@ class MigDevices:
         self._hardware.destroy(*gpu, number)
 
     def destroy_foreign(self, gpu: GpuAddress, instance: GpuInstance) -> None:
-        """Destroys an instance that this plugin did not create, with its compute instances.
-
-        Raises: DeviceBusyError if it is in use; RetryableError.
-        """
+        """Destroy an instance that is not ours. Raises: DeviceBusyError if it is in use; RetryableError."""
         number = instance.gpu_instance_id
         inside = self._hardware.compute_instances(*gpu, number)
         _log.warning(

@@ -1,4 +1,4 @@
-"""Stores the layout state of each GPU in a file for the commands, because they run in other processes."""
+"""The file with the layout state of each GPU, for the commands, which run in other processes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,24 @@ _FILE: FileFormat[Sequence[GpuLayout]] = FileFormat(
     lambda layouts: {"gpus": [_SHAPE.encode(one) for one in layouts]},
 )
 decode = _FILE.read
-"""Parses the content of the file. Raises: NewerFormatError, StateError."""
+"""Raises: NewerFormatError, StateError."""
 
 
 class LayoutFile:
-    """The layout file. The leading instance writes it when the content changes, even over the file of a newer release,
-    because it only reports what the GPUs have now.
-    """
+    """Only reports what the GPUs have now, so it may replace the file of a newer release."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written: bytes | None = None
 
     def load(self) -> Sequence[GpuLayout]:
-        """Return the states that an earlier instance of the plugin wrote. Empty if the file cannot be read, because
-        the next check finds the states again.
-        """
+        """Return the states that an earlier process wrote; empty if unreadable: the next check finds them again."""
         try:
             return decode(read_plain(self._path))
         except (OSError, StateError):
             return ()
 
     def remove(self) -> None:
-        """Remove the file, because the node no longer has a layout."""
         with suppress(OSError):
             self._path.unlink()
 

@@ -1,24 +1,14 @@
-"""Applies the node's MIG layout, GPU by GPU.
-
-A layout is desired state. It never takes a GPU away from a claim:
+"""Applies the node's MIG layout, GPU by GPU. It never takes a GPU away from a claim:
 
     applied ──other layout──▶ waiting: tainted ──5 s later, if no claim holds the GPU──▶ changing ──▶ applied
        ▲                         │ if a claim, process or reset is in the way: report it, check again later
        └──── refused: nothing was changed ◀── the layout does not fit, or a foreign instance is in the way
 
-The change is one operation in the GPU's lane. It checks under the planning lock whether a claim holds the GPU, and
-marks the GPU as changing until discovery has read the GPU again. Claims are planned under the same lock, and a claim
-that needs a changing GPU waits.
+The change is one operation in the GPU's lane. Under the planning lock, which also protects the planning of claims, it
+checks whether a claim holds the GPU, and marks the GPU as changing until discovery has read it again. A claim that
+needs a changing GPU waits.
 
-| A crash after | leaves | then |
-|---|---|---|
-| the taint | the GPU unchanged | the next start taints it again, unless the old layout is back |
-| the destruction of an instance | its detail in the ledger, or nothing | the next check continues from there |
-| the mode change | the mode, on or off | the next check continues from there |
-| a detail `creating`, its GPU instance or compute instance | as in `devices` | the device is completed |
-| the last instance | everything | the next check finds the layout applied |
-
-Each check starts from the hardware and the ledger, so a layout that changes half-way needs no special handling.
+Each check starts from the hardware and the ledger, so it continues after a crash at any point.
 """
 
 from __future__ import annotations
@@ -69,18 +59,14 @@ _log = structlog.get_logger(__name__)
 _HANGS_S = 60.0
 _PLANNING_S = 5.0
 TAINTED_FIRST_S = 5.0
-"""How long a GPU is tainted before it is changed, so that claims already allocated to it are prepared by then."""
+"""How long a GPU is tainted before a change: claims that are already allocated to it are prepared by then."""
 _CHECK_EVERY_S = 30.0
 _CHECK_WAITING_S = 5.0
 
 
 @dataclass(eq=False)
 class NodeLayouts(BackgroundWorker):
-    """Checks in its own thread whether every GPU matches the layout, and changes those that do not.
-
-    `labels` returns the labels of this node, None if unknown.
-    `rescan` runs discovery and returns when it has read the GPUs. `on_change` gets the states that changed.
-    """
+    """`rescan` returns when discovery has read the GPUs. `on_change` gets the states that changed."""
 
     context: MigContext
     devices: MigDevices
@@ -108,21 +94,18 @@ class NodeLayouts(BackgroundWorker):
         super().__init__("mig-layouts", self._turn)
 
     def start(self) -> None:
-        """Start the checks if the configuration has a layout; otherwise removes the layout file."""
         if self.wanted.is_on:
             super().start()
         else:
             self.file.remove()
 
     def states(self) -> Mapping[str, GpuLayout]:
-        """Return the layout state of each GPU that the layout applies to, by UUID."""
+        """Return the states by UUID."""
         with self._guard:
             return self._states
 
     def refuse_changing(self, gpu_uuids: Collection[str]) -> None:
-        """Raise NvmlTransientError while the plugin is changing one of these GPUs. Call it under the planning
-        lock.
-        """
+        """Raise NvmlTransientError while the plugin is changing one of these GPUs. Call it under the planning lock."""
         if changing := sorted(self._changing.intersection(gpu_uuids)):
             raise NvmlTransientError(
                 f"gpu-dra-driver is applying the node's MIG layout to {' and '.join(changing)}; the kubelet retries"
@@ -134,7 +117,7 @@ class NodeLayouts(BackgroundWorker):
         return _CHECK_WAITING_S if is_waiting else _CHECK_EVERY_S
 
     def look(self) -> None:
-        """Apply the layout to every GPU, as far as possible now. `states` then shows what is in the way."""
+        """Apply the layout as far as possible now. `states` then shows what is in the way."""
         inventory = self.inventory()
         try:
             if inventory is None:
@@ -150,7 +133,6 @@ class NodeLayouts(BackgroundWorker):
         self._publish({} if name is None else self._looked(inventory, labels, name))
 
     def _looked(self, inventory: Inventory, labels: Mapping[str, str], name: str) -> Mapping[str, GpuLayout]:
-        """Apply the layout to each GPU that can have one; return the states by UUID."""
         found: dict[str, GpuLayout] = {}
         for index, gpu in layout_gpus(inventory):
             if self.is_on_demand(gpu):
@@ -193,7 +175,7 @@ class NodeLayouts(BackgroundWorker):
             self.on_change(new)
 
     def _check(self, gpu: Gpu, gpu_name: str, index: int, name: str) -> GpuLayout | None:
-        """Check, and may change, a GPU in its lane. Returns None if no layout entry fits or the state is unknown."""
+        """Check, and maybe change, a GPU in its lane. Returns None if no entry fits or the state is unknown."""
         tainted_at = self._tainted_at.get((gpu.uuid, name))
         may_change = tainted_at is not None and self._clock() >= tainted_at + TAINTED_FIRST_S
 
@@ -225,7 +207,7 @@ class NodeLayouts(BackgroundWorker):
         return state
 
     def _state(self, gpu: str, name: str, state: LayoutState, text: str = "") -> GpuLayout:
-        """Return the state of a GPU, given by its UUID, or its index if the node does not have it."""
+        """Take the GPU's UUID, or its index if the node does not have it."""
         known = self._states.get(gpu)
         is_same = known is not None and (known.layout, known.state) == (name, state)
         return GpuLayout(gpu, name, state, text, known.since if known and is_same else int(time.time()))
@@ -235,7 +217,7 @@ class NodeLayouts(BackgroundWorker):
     def _converged(
         self, gpu: Gpu, gpu_name: str, index: int, name: str, *, may_change: bool
     ) -> GpuLayout | None:
-        """Change the GPU if `may_change` is True and no claim holds the GPU. Returns its layout state.
+        """Change the GPU if `may_change` is True and no claim holds the GPU.
 
         Raises: LayoutRefusedError; DraDriverError if the GPU cannot be read.
         """
@@ -263,8 +245,8 @@ class NodeLayouts(BackgroundWorker):
         return self._state(gpu.uuid, name, "applied")
 
     def _changed_if_free(self, gpu: Gpu, gpu_name: str, target: LayoutTarget) -> str | None:
-        """Change the GPU, or returns a description of the claim that holds it. Raises: DraDriverError that
-        names the obstacle.
+        """Change the GPU, or return a text that names the claim on it. Raises: DraDriverError that names the
+        obstacle.
         """
         with self.context.users.records.planning.hold(_PLANNING_S):
             holder = self.context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id or "")
@@ -305,7 +287,6 @@ class NodeLayouts(BackgroundWorker):
         return [instance for instance in existing if instance.slot not in ours]
 
     def _has_layout(self, target: LayoutTarget, gpu: GpuAddress) -> bool:
-        """Whether the GPU already matches the target."""
         if self.mode.is_on(gpu) != target.mode:
             return False
         if target.only_mode:

@@ -26,14 +26,12 @@ _NVML_S = 30.0
 
 MigAction = Literal["create", "destroy", "mode-on", "mode-off"]
 MigObserver = Callable[[MigAction, str, float, Exception | None], None]
-"""Receives the action, its object (the device, or for a mode change the GPU's UUID), the duration in seconds, and the
-error if it failed.
-"""
+"""Receives the action, the device (for a mode change the GPU's UUID), the seconds, and the error, if any."""
 
 
 @dataclass(eq=False)
 class MigHolders:
-    """The claims that use MIG devices.
+    """Methods raise StateError.
 
     `lost_devices` returns the devices of claims that still have a CDI spec but no record.
     """
@@ -42,10 +40,7 @@ class MigHolders:
     lost_devices: Callable[[], Collection[str]]
 
     def by_device(self) -> Mapping[str, str]:
-        """Return each device in use, with a text that names one claim on it.
-
-        A device is in use as soon as a record with its step is written. Raises: StateError.
-        """
+        """Return each device in use, with a text that names one claim on it."""
         users = dict.fromkeys(self.lost_devices(), "a claim whose record was lost")
         for record in self.records.all().values():
             names = {step.device for step in record.steps if isinstance(step, CreateMig)}
@@ -54,10 +49,9 @@ class MigHolders:
         return users
 
     def on_gpu(self, gpu_uuid: str, gpu_name: str, boot_id: str) -> str | None:
-        """Return a description of a claim that holds the GPU or a MIG device on it; None if there is none.
+        """Return a text that names a claim on the GPU or a MIG device on it.
 
-        MIG devices do not survive a reboot, so a claim that was not prepared again in this boot holds none.
-        Raises: StateError.
+        MIG devices do not survive a reboot: a claim that was not prepared again in this boot holds none.
         """
         for record in self.records.all().values():
             is_held = any(
@@ -74,10 +68,7 @@ class MigHolders:
 
 @dataclass(frozen=True, slots=True)
 class MigContext:
-    """Objects that the code for MIG modes, devices and layouts shares.
-
-    `operation` keeps NVML initialised for a whole action. `clock` and `pause` use seconds.
-    """
+    """`operation` keeps NVML initialised for a whole action. `clock` and `pause` use seconds."""
 
     hardware: MigHardware
     ledger: Ledger
@@ -89,7 +80,7 @@ class MigContext:
 
     @contextmanager
     def observed(self, action: MigAction, subject: str) -> Iterator[Callable[[], None]]:
-        """Report failures of its body. Yields a function that the caller calls to report success."""
+        """Report failures of its body. Yields a function with which the caller reports success."""
         began = self.clock()
         try:
             yield lambda: self.observe(action, subject, self.clock() - began, None)
@@ -105,9 +96,7 @@ def mig_context(
     users: MigHolders,
     observe: MigObserver,
 ) -> MigContext:
-    """Return the context of the running daemon. Inside the context manager `closed_elsewhere`, no other
-    process of the plugin has NVML open.
-    """
+    """Within `closed_elsewhere`, no other process of the plugin has NVML open."""
 
     def kept_open() -> AbstractContextManager[None]:
         return session.operation(lambda: seconds_for("wait until NVML is initialised", _NVML_S))
@@ -125,10 +114,7 @@ def mig_context(
 
 
 class MigMode:
-    """Enters and leaves MIG mode. Runs in the GPU's lane.
-
-    Also a `Restorer` of the cleaner: leaves MIG mode if this plugin enabled it and no MIG device needs it.
-    """
+    """Enters and leaves MIG mode, in the GPU's lane. Also a `Restorer` of the cleaner."""
 
     what = "the MIG mode change"
 
@@ -139,7 +125,6 @@ class MigMode:
         self._logged: dict[str, str] = {}  # by GPU, the last logged reason
 
     def is_on(self, gpu: GpuAddress) -> bool:
-        """Whether the GPU is currently in MIG mode."""
         mode = self._hardware.mode(*gpu)
         return mode is not None and mode[0]
 
@@ -161,9 +146,7 @@ class MigMode:
             raise
 
     def leave(self, gpu: GpuAddress) -> None:
-        """Disables the MIG mode that this plugin enabled. Raises: ClaimRefusedError if this plugin did not
-        enable it.
-        """
+        """Disable the MIG mode. Raises: ClaimRefusedError if this plugin did not enable it."""
         if self.is_on(gpu):
             if not self._ledger.details(OwnedMode, gpu.uuid):
                 raise ClaimRefusedError(
@@ -174,7 +157,7 @@ class MigMode:
         self._disown(gpu)
 
     def ensure(self, gpu: GpuAddress, on: bool) -> None:
-        """Set the mode that a layout requires. Cleanup never changes this mode, even while the mode waits for a reset.
+        """Set the mode that a layout requires, which cleanup never changes.
 
         Raises: DeviceBusyError; RetryableError if the mode waits for a reset.
         """
@@ -191,9 +174,7 @@ class MigMode:
         self._disown(gpu)
 
     def gpus(self) -> set[str]:
-        """Return the GPUs whose MIG mode this plugin enabled and no longer needs: no device of ours exists, and no
-        claim names one. Leaves out GPUs whose ledger a newer release wrote. Raises: StateError.
-        """
+        """Return the GPUs whose MIG mode is ours and no longer needed, except with a ledger of a newer release."""
         ours = {mode.gpu_uuid for mode in self._ledger.details(OwnedMode)}
         if ours:
             ours -= {instance.gpu_uuid for instance in self._ledger.details(OwnedInstance)}
@@ -203,7 +184,7 @@ class MigMode:
         return ours
 
     def restore(self, gpu_uuid: str) -> None:
-        """Leaves MIG mode unless a foreign GPU instance exists. Raises: DeviceBusyError, RetryableError, StateError."""
+        """Leave MIG mode unless a foreign GPU instance exists. Raises: DeviceBusyError, RetryableError, StateError."""
         for mode in self._ledger.details(OwnedMode, gpu_uuid):
             gpu = GpuAddress(mode.gpu_uuid, mode.pci_bus_id)
             try:
@@ -230,7 +211,7 @@ class MigMode:
             self._ledger.remove(mode)
 
     def _cancel_switch(self, gpu: GpuAddress) -> None:
-        """Cancel a failed switch to MIG mode, so that the next reset of the GPU does not enable it."""
+        """Cancel a failed switch, so that the next reset of the GPU does not enable MIG mode."""
         try:
             with self._context.observed("mode-off", gpu.uuid):
                 mode = self._hardware.mode(*gpu)

@@ -22,35 +22,27 @@ from dra_driver.model.steps import CreateMig
 
 
 class MigOwnership(Protocol):
-    """Knows which GPU instances and MIG modes the plugin created. A command reads this from the plugin's directory.
-
-    All methods raise StateError.
-    """
+    """Which GPU instances and MIG modes the plugin created. Methods raise StateError."""
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
         """Return the instances on a GPU that this plugin must not use for claims."""
 
     def mode_is_ours(self, gpu_uuid: str) -> bool:
-        """Whether this plugin enabled the GPU's MIG mode. Still True for a moment after the mode was switched off."""
+        """Still True for a moment after MIG mode was switched off."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerOwnership:
-    """Ownership according to the ledgers.
+    """Details count for 30 s after their removal, because a hardware scan may have begun before.
 
-    Details count for 30 s after their removal, because a hardware scan may have begun before the removal. With
-    `all_undone`, no undo counts as failed.
+    With `all_undone`, no undo counts as failed.
     """
 
     ledger: Ledger
     all_undone: bool = False
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-        """Return the instances that must not be used for claims: foreign instances, and our own instances whose undo
-        failed, which are marked `leaving`.
-
-        Raises: StateError.
-        """
+        """Return foreign instances, and ours whose undo failed, which are marked `leaving`."""
         if not existing:
             return ()
         # Read in this order, so that the instance of an entry that is removed in between does not look foreign.
@@ -64,23 +56,22 @@ class LedgerOwnership:
         )
 
     def mode_is_ours(self, gpu_uuid: str) -> bool:
-        """Whether this plugin enabled the GPU's MIG mode. Raises: StateError."""
         now = self.ledger.details(OwnedMode, gpu_uuid)
         return bool(now or self.ledger.recently_removed(OwnedMode, gpu_uuid))
 
 
 class MigOffer:
-    """Determines the published devices of one GPU at a time."""
+    """Methods raise StateError."""
 
     def __init__(self, ownership: MigOwnership | None) -> None:
         """Without an `ownership`, every instance and MIG mode counts as foreign."""
         self._ownership = ownership
 
     def of(self, gpu: Gpu, read: Inventory, before: Inventory | None) -> Gpu:
-        """Return the GPU of the inventory `read`, reduced to the devices that can be published.
+        """Return the GPU, reduced to the devices that can be published.
 
-        If part of the GPU could not be read, the devices in the inventory `before` remain; if there are none,
-        the GPU is published without our own instances. Raises: StateError.
+        If part of the GPU could not be read, the devices in `before` remain; without these, it is published without our
+        own instances.
         """
         if not is_fully_read(gpu, read):
             return offered_as_before(gpu, before) or offered_without_partitioning(
@@ -96,9 +87,9 @@ class MigOffer:
         )
 
     def is_unchanged(self, gpu: Gpu, mode_is_on: bool, existing: Sequence[GpuInstance]) -> bool:
-        """Whether a GPU returned by `of` would be the same with this MIG mode and these instances.
+        """Whether `of` would return the same with this MIG mode and these instances.
 
-        Always False with a foreign instance, because its MIG devices may have changed. Raises: StateError.
+        False with a foreign instance, because its MIG devices may have changed.
         """
         if gpu.partitioning is None or gpu.partitioning.withheld or self._foreign(gpu, existing):
             return False

@@ -1,6 +1,4 @@
-"""The parts of a ResourceClaim that a node driver reads, the driver's responses to the kubelet, and the claim's
-`status.devices`.
-"""
+"""ResourceClaims as a node driver sees them."""
 
 from __future__ import annotations
 
@@ -15,13 +13,11 @@ from dra_driver.model.mig import Placement
 from dra_driver.model.mps import SharingMode
 
 _MAX_PODS: Final = 256
-"""The API's limit for the pods of one claim."""
+"""The API's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimRef:
-    """A claim as the kubelet names it in NodePrepareResources and NodeUnprepareResources."""
-
     namespace: str
     name: str
     uid: str
@@ -32,27 +28,24 @@ class ClaimRef:
 
 @dataclass(frozen=True, slots=True)
 class PodRef:
-    """A pod that a claim is reserved for, in the claim's namespace."""
-
     name: str
     uid: str
 
 
 Pods = tuple[PodRef, ...] | None
-"""All pods that a claim is reserved for, in the API server's order; None if unknown."""
+"""In the API server's order; None if unknown."""
 
 
 def allocation_results(claim: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the devices of a claim's allocation, as in resource.k8s.io/v1; empty if the claim is not allocated."""
+    """Return the devices of a claim's allocation, empty if it has none."""
     allocation = (claim.get("status") or {}).get("allocation") or {}
     return list((allocation.get("devices") or {}).get("results") or ())
 
 
 def pods_from(entries: Iterable[Any]) -> Pods:
-    """Return the first 256 pods of `entries`, which should be objects with `name` and `uid`; None if any
-    entry is invalid.
+    """Return the first 256 pods of `entries`, objects with `name` and `uid`.
 
-    Pods are only shown to people, so a bad entry must not fail the claim, and must not reach a terminal.
+    Pods are only shown: an invalid entry must not fail the claim (None), and must not reach a terminal.
     """
     pods = tuple(_pod_from(entry) for entry in islice(entries, _MAX_PODS))
     known = tuple(pod for pod in pods if pod is not None)
@@ -70,11 +63,7 @@ def _pod_from(entry: Any) -> PodRef | None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceResult:
-    """One entry of `status.allocation.devices.results`.
-
-    `request` is the full name, `request` or `request/subrequest`; `consumed_capacity` maps capacity names to
-    quantities as the scheduler wrote them.
-    """
+    """`request` is `request` or `request/subrequest`."""
 
     request: str
     driver: str
@@ -86,16 +75,13 @@ class DeviceResult:
 
     @property
     def base_request(self) -> str:
-        """The top-level request name, by which the kubelet finds the containers of a request."""
+        """The kubelet finds the containers by this name."""
         return self.request.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """One entry of `status.allocation.devices.config`; `driver` is None if the entry is not opaque.
-
-    Equality ignores `requests`: an allocation never changes, and older records lack the request names.
-    """
+    """`driver` is None if it is not opaque. Equality ignores `requests`, which older records lack."""
 
     source: Literal["FromClass", "FromClaim"]
     requests: tuple[str, ...] = field(compare=False)
@@ -104,16 +90,15 @@ class DeviceConfig:
 
 
 ReportedDevice = tuple[str, str, str, str | None]
-"""Driver, pool, device and share ID of an entry in a claim's `status.devices`."""
+"""Driver, pool, device and share ID."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatedClaim:
-    """A claim with its allocation: results and configs of all drivers, in the API server's order.
+    """The results and configs of all drivers, in the API server's order.
 
-    `pod_claim_name` is the name in the pod's spec if the claim was created from a template. When the claim was
-    last read, it was reserved for `pods`, and its status had the devices in `reported`; both are None if unknown.
-    These three are not part of the allocation, so equality ignores them.
+    `pod_claim_name` is the name in the pod's spec if the claim comes from a template. `pods` and `reported`
+    are as last read. Equality ignores these three.
     """
 
     ref: ClaimRef
@@ -129,11 +114,8 @@ DeviceKind = Literal["gpu", "mig", "vfio"]
 
 @dataclass(frozen=True, slots=True)
 class HeldDevice:
-    """A device that a claim holds. `gpu_uuid` is the physical GPU's UUID, `uuid` the device's own.
-
-    `usage` is how the claim shares the device. A MIG device on demand has an empty `uuid`, because it gets a new
-    UUID each time it is created. Only these devices have a `placement`, that of their GPU instance.
-    `imex` and `host_devices` are additions for the claim's containers.
+    """`uuid` is the device's own UUID. Each creation gives a MIG device on demand a new one, so its `uuid` is
+    empty; only such a device has a `placement`.
     """
 
     device: str
@@ -150,10 +132,8 @@ class HeldDevice:
 
 @dataclass(frozen=True, slots=True)
 class ClaimNow:
-    """The claim that the API server currently has under a name; its devices may belong to any driver.
-
-    `allocated` has the driver, pool and device of each result; None if not allocated. `reported` is as in
-    `AllocatedClaim`.
+    """The claim that the API server now has under a name. `allocated` has driver, pool and device of each
+    result.
     """
 
     uid: str
@@ -166,7 +146,7 @@ class ClaimNow:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDevice:
-    """One Device of a NodePrepareResources response; `requests` are base names, empty for all requests."""
+    """Empty `requests` mean all requests."""
 
     requests: tuple[str, ...]
     pool: str
@@ -177,14 +157,12 @@ class PreparedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The claim is ready; `devices` may be empty."""
-
     devices: tuple[PreparedDevice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A claim could not be prepared or unprepared; `error` is one line for the claim's entry in the response."""
+    """`error` is one line."""
 
     error: str
 
@@ -195,7 +173,7 @@ UnprepareOutcome = Failed | None
 
 @dataclass(frozen=True, slots=True)
 class MpsFacts:
-    """The limits of the MPS daemon that serves a device; None means unlimited."""
+    """None means unlimited."""
 
     active_thread_percentage: int | None = None
     pinned_memory_limit_mib: int | None = None
@@ -203,7 +181,7 @@ class MpsFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What a claim's status reports about a prepared device; fields that are None are omitted."""
+    """What a claim's status reports; None is omitted."""
 
     type: str | None = None
     uuid: str | None = None
@@ -219,10 +197,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """One device of a claim: whether it is ready, why (a CamelCase `reason` and a sentence), and its facts.
-
-    `pool`, `device` and `share_id` come from the allocation result.
-    """
+    """`reason` is a CamelCase word."""
 
     pool: str
     device: str

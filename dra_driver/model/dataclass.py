@@ -1,7 +1,7 @@
-"""Dataclasses as in the standard library, of which only `__init__` is compiled.
+"""Dataclasses as in the standard library, but only `__init__` is compiled.
 
-The standard decorator compiles five methods for each class. For the 250 classes of the daemon that took a quarter of
-the CPU time of its start. Here the classes share the other methods, and only mypy enforces `frozen`.
+Compiling five methods for each of the daemon's 250 classes took a quarter of the CPU time of its start. Here
+the classes share the other methods, and only mypy enforces `frozen`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ else:
     def dataclass(
         cls: Any = None, /, *, frozen: bool = False, eq: bool = True, order: bool = False, **more: Any
     ) -> Any:
-        """Accept the arguments of the standard decorator."""
         if cls is None:
             return partial(dataclass, frozen=frozen, eq=eq, order=order, **more)
         made = dataclasses.dataclass(cls, repr=False, eq=order, order=order, **more)

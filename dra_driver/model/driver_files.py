@@ -1,6 +1,4 @@
-"""An installed NVIDIA driver: its files, what a container gets for one device, and how to run the driver's
-programs.
-"""
+"""An installed NVIDIA driver: its files and programs."""
 
 from __future__ import annotations
 
@@ -14,19 +12,18 @@ from dra_driver.model.dataclass import dataclass
 from dra_driver.model.host import DeviceNode
 
 NO_HOOK = "none"
-"""Used instead of the hook's path for CDI specs without hooks. With some runtimes NVIDIA's hooks fail in a user
-namespace."""
+"""Given instead of the hook's path. With some runtimes NVIDIA's hooks fail in a user namespace."""
 
 BASE_HOOK_VERBS = ("create-symlinks", "update-ldcache")
-"""Verbs that every nvidia-cdi-hook supports."""
+"""Every nvidia-cdi-hook supports these."""
 
 MORE_HOOK_VERBS = ("enable-cuda-compat", "disable-device-node-modification", "update-application-profile")
-"""Verbs that only newer hooks support. An older hook fails on them, and then the container fails too."""
+"""An older hook fails on these, and so does the container."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverFile:
-    """A file with its three paths: for this process, for the container runtime on the host, and in the container."""
+    """The path for this process, for the container runtime, and in the container."""
 
     path: str
     host_path: str
@@ -35,7 +32,7 @@ class DriverFile:
 
 @dataclass(frozen=True, slots=True)
 class DriverLink:
-    """A symbolic link to create in the container at `path`; `host_path` is the file that it resolves to."""
+    """The link resolves to `host_path`."""
 
     path: str
     target: str
@@ -44,7 +41,7 @@ class DriverLink:
 
 @dataclass(frozen=True, slots=True)
 class HostNode:
-    """A device node that a container gets at `node.path`; `host_path` is its path for the runtime."""
+    """`host_path` is for the runtime."""
 
     node: DeviceNode
     host_path: str
@@ -52,8 +49,6 @@ class HostNode:
 
 @dataclass(frozen=True, slots=True)
 class CdiMount:
-    """A bind mount into a container."""
-
     host_path: str
     container_path: str
     options: tuple[str, ...]
@@ -61,12 +56,11 @@ class CdiMount:
 
 @dataclass(frozen=True, slots=True)
 class DriverFiles:
-    """The parts of a driver installation that every container with a GPU gets.
+    """What every container with a GPU gets.
 
-    `library_dirs` are the container paths of all directories with libraries. `driver_dirs` are the NVIDIA
-    driver's own directories, without subdirectories. `linker_dirs` are the default search directories of
-    dynamic linkers in images. `hook` and `ldconfig` are host paths, None if missing; `hook_verbs` are the
-    verbs that the hook supports. `notes` name missing parts that CUDA does not need.
+    `library_dirs` are all container directories with libraries; `driver_dirs` are the NVIDIA driver's own;
+    dynamic linkers in images search `linker_dirs`. `hook` and `ldconfig` are host paths. `notes` name missing
+    parts that CUDA does not need.
     """
 
     version: str
@@ -88,10 +82,8 @@ class DriverFiles:
 
 @dataclass(frozen=True, slots=True)
 class CdiDevice:
-    """One device of a claim, as the claim's containers get it.
-
-    `nodes` are required, `drm` nodes are for graphics; `links` are (path, target) pairs; `env` entries have
-    the form `NAME=value`. With `admin_access` the claim only observes the device.
+    """`drm` is for graphics; `links` are (path, target); `env` is `NAME=value`. With `admin_access` the claim
+    only observes the device.
     """
 
     name: str
@@ -109,11 +101,11 @@ SMI_PROGRAM = "nvidia-smi"
 IMEX_PROGRAM = "nvidia-imex-ctl"
 
 _NOT_STARTED_CODES = (126, 127)
-"""Exit codes of a shell and of the loader: the program is not executable, or libraries do not match."""
+"""From a shell or the loader: the program is not executable, or libraries do not match."""
 _NO_NVML_CODE = 12
-"""Exit code of nvidia-smi if the loader finds no compatible libnvidia-ml.so.1."""
+"""nvidia-smi exits with this if the loader finds no compatible libnvidia-ml.so.1."""
 _LOADER_SAYS = ("error while loading shared libraries", "symbol lookup error", "(required by ")
-"""Messages of the loader, which exits with code 1 if only a symbol version is missing."""
+"""The loader exits with code 1 if only a symbol version is missing."""
 _WHY_NOT_RUN = {
     errno.ENOEXEC: "it is not built for this machine's architecture; install the NVIDIA driver for this machine",
     errno.EACCES: "it is not executable; check its mode, and whether the driver root is mounted with noexec",
@@ -124,11 +116,7 @@ _WHY_NOT_RUN = {
 
 @dataclass(frozen=True, slots=True)
 class DriverPrograms:
-    """How to run the NVIDIA driver's programs: `paths` maps program names to their paths for this process.
-
-    `search_path` is their PATH. `library_path` is their LD_LIBRARY_PATH, None if the loader finds the NVIDIA
-    driver's libraries without it.
-    """
+    """`paths` are for this process. `library_path` is LD_LIBRARY_PATH, None if the loader needs none."""
 
     root: str
     paths: Mapping[str, str]
@@ -136,7 +124,7 @@ class DriverPrograms:
     library_path: str | None = None
 
     def path(self, name: str) -> str:
-        """Return the path of a program. Raises: RetryableError if it is not installed."""
+        """Return a program's path. Raises: RetryableError if it is not installed."""
         found = self.paths.get(name)
         if found is None:
             raise RetryableError(
@@ -146,7 +134,6 @@ class DriverPrograms:
         return found
 
     def environment(self) -> dict[str, str]:
-        """Return the environment for every program of the NVIDIA driver."""
         directories = dict.fromkeys(path.rpartition("/")[0] for path in self.paths.values())
         found = {"PATH": ":".join([*directories, self.search_path])}
         if self.library_path is not None:
@@ -155,11 +142,10 @@ class DriverPrograms:
 
 
 FindPrograms = Callable[[], DriverPrograms]
-"""Finds the installed driver at each call, because it may be installed or replaced later. Raises: StateError."""
+"""Searches at each call, because the driver may be replaced. Raises: StateError."""
 
 
 def not_run(action: str, program: str, error: OSError) -> RetryableError:
-    """Return the error to raise if the kernel refuses to execute a program."""
     why = _WHY_NOT_RUN.get(error.errno or 0)
     reason = f"{error.strerror or error}: {why}" if why else str(error.strerror or error)
     return _without_effect(f"cannot {action}: {program} did not start: {reason}")
@@ -177,7 +163,7 @@ def check_started(action: str, program: str, code: int, output: str) -> None:
 
 
 def exit_text(code: int) -> str:
-    """Return how a program exited; `code` is negative after a signal, as in `subprocess`.
+    """Return the text of a code as in `subprocess`.
 
     >>> exit_text(3), exit_text(-9)
     ('exit code 3', 'signal 9, SIGKILL')

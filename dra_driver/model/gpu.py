@@ -16,12 +16,11 @@ from dra_driver.model.mig import MigDevice, Partitioning
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """Membership of a GPU in a multi-node NVLink fabric. `cluster_uuid` is in canonical text form.
+    """Membership in a multi-node NVLink fabric. `cluster_uuid` is in canonical text form.
 
-    Two GPUs of a cluster that share a clique reach each other over NVLink. If they share one of `cliques`,
-    programs can use pointers into the other GPU's memory; if they share one of `endpoint_cliques`, programs use
-    logical endpoints. Both tuples are in ascending order, and each has its own numbering. Multicast cliques are
-    not included.
+    Two GPUs of a cluster that share a clique reach each other over NVLink: with one of `cliques` by pointers into the
+    other's memory, with one of `endpoint_cliques` by logical endpoints. Both are in ascending order, each with its own
+    numbering, without multicast cliques.
     """
 
     cluster_uuid: str
@@ -46,10 +45,9 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class UnreadyFabric:
-    """A GPU whose registration with its NVLink fabric is `pending`, `broken`, or `unknown` because NVML does
-    not report it.
+    """A registration that is `pending`, `broken`, or `unknown` because NVML does not report it.
 
-    `text` is NVML's description. `since` is when the state began, in seconds since 1970; equality ignores it.
+    `text` is NVML's description. Equality ignores `since`, in seconds since 1970.
     """
 
     state: Literal["pending", "broken", "unknown"]
@@ -59,9 +57,7 @@ class UnreadyFabric:
 
 @dataclass(frozen=True, slots=True)
 class Chassis:
-    """Where a GPU is in a rack: the serial number of the chassis, the slot of the GPU's tray among all slots, and the
-    index of the tray among the compute trays.
-    """
+    """A place in a rack: chassis, slot of the tray among all slots, and index among the compute trays."""
 
     serial: str
     slot: int
@@ -76,10 +72,10 @@ FabricRegistration = Fabric | UnreadyFabric | None
 class Reading:
     """How NVML reports a field of `Gpu`.
 
-    `what` names the query in faults. `call` is the name of the function in NVML's Python binding, and `to` converts its
-    result; without a `call`, `nvml.readings` determines the field, perhaps with several queries. If NVML does not
-    support the call, the field is `absent`. If a query of the field fails, the field keeps its last known value. A
-    field that is `kept_current` is read every two seconds, and a change is published at once, so its call must be fast.
+    `what` names the query in faults. `call` is the function of NVML's Python binding, and `to` converts its result;
+    without a `call`, `nvml.readings` determines the field. If the call is not supported, the field is `absent`; if it
+    fails, the field keeps its last value. A field that is `kept_current` is read every two seconds, so its call must be
+    fast.
     """
 
     what: tuple[str, ...]
@@ -97,7 +93,6 @@ def _read(
     default: Any = None,
     **more: Any,
 ) -> Any:
-    """Return a field of Gpu that NVML reports; the arguments are those of Reading."""
     names = (what,) if isinstance(what, str) else what
     return field(default=default, metadata={"reading": Reading(names, call, to, **more)})
 
@@ -108,7 +103,7 @@ def _addressing_mode(value: Any) -> str | None:
 
 
 def whole_watts(limits: Sequence[int]) -> tuple[int, int]:
-    """Return the range of whole watts within limits in milliwatts."""
+    """Round a range in milliwatts to the whole watts within it."""
     least, most = limits
     return -(-least // 1000), most // 1000
 
@@ -131,14 +126,13 @@ _MIG_MODE: Final = ("MIG mode", "nvmlDeviceGetMigMode")
 class Gpu:
     """One physical GPU.
 
-    `index` is NVML's, and changes when a card is drained; `minor` is the N of /dev/nvidiaN. `pci_bus_id` is
-    in sysfs form; `memory_bytes` is the total; versions are (major, minor). `nvlink_links` counts active
-    links; `mig_enabled` is the current mode; `multiprocessors` counts all of the GPU's multiprocessors, even those
-    that MIG mode does not use. `partitioning` is set if MIG devices are created on demand; once such a GPU is
-    published, `mig_enabled` ignores a mode that this plugin enabled. `memory_numa_node` is the NUMA node of the GPU's
-    own memory, if the host has such a node. `power_limits_w` and the clocks are the lowest and the highest value that
-    can be set. At most one of `fabric` and `unready_fabric` is set. `persistence` is whether persistence mode is on.
-    `module_id` is the GPU's number on its board, which Fabric Manager also uses.
+    `index` is NVML's, and changes when a card is drained; `minor` is the N of /dev/nvidiaN. `pci_bus_id` is in sysfs
+    form; versions are (major, minor). `nvlink_links` counts active links; `multiprocessors` also those that MIG mode
+    does not use. With `partitioning`, MIG devices are created on demand, and once published, `mig_enabled` ignores a
+    mode that this plugin enabled. `memory_numa_node` is that of the GPU's own memory, if the host has one. Limits and
+    clocks are the lowest and the highest value that can be set. At most one of `fabric` and `unready_fabric` is set.
+    `persistence` is whether persistence mode is on. `module_id` is the number on the board, which Fabric Manager also
+    uses.
     """
 
     uuid: str
@@ -180,7 +174,6 @@ class Gpu:
 
     @property
     def fabric_registration(self) -> FabricRegistration:
-        """The registration with the multi-node NVLink fabric, complete or not."""
         return self.fabric or self.unready_fabric
 
     @property
@@ -199,11 +192,10 @@ CHANGED_BY_MIG: Final = frozenset({"minor", "mig_capable", "mig_enabled"})
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that NVML lists on a GPU.
+    """A process that NVML lists on a GPU; unknown values are None.
 
-    `gpu_instance_id` is set in MIG mode. Memory is in bytes. `utilisation_percent` is the share of the last
-    seconds in which a kernel of the process ran. Values that NVML does not report are None. The name is empty
-    for a process of another PID namespace.
+    `gpu_instance_id` is set in MIG mode. `utilisation_percent` is the share of the last seconds in which a kernel of
+    the process ran. The name is empty for a process of another PID namespace.
     """
 
     pid: int
@@ -225,8 +217,8 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class ProcessOrigin:
-    """Where a process runs, according to its cgroup: in a pod or other container, in a host service or login
-    session, or unknown, for example after it exited. `pod_uid` is None outside of pods.
+    """Where a process runs, by its cgroup. It is unknown, for example, after the process exited. `pod_uid` is None
+    outside of pods.
     """
 
     where: Literal["container", "host", "unknown"] = "unknown"
@@ -235,11 +227,11 @@ class ProcessOrigin:
 
 @dataclass(frozen=True, slots=True)
 class GpuLoad:
-    """The load of a GPU or MIG device at one moment; values that NVML does not report are None.
+    """The load of a GPU or MIG device; unknown values are None.
 
-    Memory is in bytes, without the part reserved by the NVIDIA driver. `utilisation_percent` is the share of
-    the last sample period in which a kernel ran; GPUs in MIG mode do not have it. For a MIG device the period
-    is the time since the previous reading.
+    Memory is without the part reserved by the NVIDIA driver. `utilisation_percent` is the share of the last sample
+    period in which a kernel ran; GPUs in MIG mode do not have it. For a MIG device the period begins at the previous
+    reading.
     """
 
     memory_used_bytes: int | None = None
@@ -259,8 +251,8 @@ THROTTLES: tuple[Throttle, ...] = get_args(Throttle)
 
 @dataclass(frozen=True, slots=True)
 class GpuMeters:
-    """Counters of a physical GPU since the NVIDIA driver was loaded, its clocks, and why it reduces them; the power
-    limit that is set, of which less may be enforced. Values that NVML does not report are None.
+    """Counters since the NVIDIA driver was loaded, clocks, why they are reduced, and the power limit that is set, of
+    which less may be enforced. Unknown values are None.
 
     NVLink counters are the sum of all links, without protocol overhead. NVML's PCIe counters may start over at 0.
     """
@@ -278,9 +270,8 @@ class GpuMeters:
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """One reading of a GPU: its load, the loads of MIG devices by UUID, all its processes, and its meters.
-
-    `processes` is None outside the host's PID namespace, where NVML hides the processes of other containers.
+    """`processes` is None outside the host's PID namespace, where NVML hides the processes of other containers. MIG
+    devices are by UUID.
     """
 
     load: GpuLoad
@@ -291,10 +282,10 @@ class GpuUse:
 
 @dataclass(frozen=True, slots=True)
 class GpuMeasure:
-    """A reading of a GPU for the receipts of claims; values that NVML does not report are None.
+    """A reading for the receipts of claims; unknown values are None.
 
-    `at` is in seconds since 1970. `busy` has NVML's samples since the previous reading, oldest first: the end of each
-    sample, and the percentage of time in which a kernel ran. `mig` has the loads of MIG devices by UUID.
+    `at` is in seconds since 1970. `busy` has NVML's samples since the previous reading, oldest first: the end of each,
+    and the percentage of time in which a kernel ran. MIG devices are by UUID.
     """
 
     at: float
@@ -309,9 +300,7 @@ VFIO_PCI = "vfio-pci"
 
 
 def is_vfio(driver: str | None) -> bool:
-    """Whether a kernel driver is a vfio driver, by its name: vfio-pci, or the longer name of a variant for certain
-    GPUs.
-    """
+    """Return whether a kernel driver is vfio-pci or, for certain GPUs, a variant of it."""
     return "vfio" in (driver or "")
 
 
@@ -324,13 +313,11 @@ def uuid_of_bus_id(bus_id: str) -> str:
 class Card:
     """A GPU as a PCI function, with all functions of its IOMMU group.
 
-    Bus IDs are in sysfs form, such as `0000:1b:00.0`. `gpu_uuid` identifies the card in lanes, records and
-    locks: NVML's UUID if known, else a UUID made from the bus ID. `functions` are the group's functions in bus
-    order, including the GPU but no bridges. `vfio_driver` is the matching kernel driver: `vfio-pci`, or the
-    variant that the kernel names for this GPU; `driver` is the current driver, None if unbound. `by_us` is set
-    if this plugin bound the card to vfio in this boot, or is about to. `addressable_memory` is the total size of the
-    64-bit memory regions in bytes, rounded up to a power of two. `problem` says in one sentence why no virtual machine
-    can get the card; such a card is not published.
+    Bus IDs are in sysfs form, such as `0000:1b:00.0`. `gpu_uuid` identifies the card in lanes, records and locks:
+    NVML's UUID if known, else one made from the bus ID. `functions` include the GPU but no bridges, in bus order.
+    `vfio_driver` is `vfio-pci`, or the variant that the kernel names for this GPU; `driver` is the current driver.
+    `by_us` is set if this plugin bound the card in this boot, or is about to. `addressable_memory` is the size of the
+    64-bit memory regions in bytes, rounded up to a power of two. A card with a `problem` is not published.
     """
 
     bus_id: str
@@ -350,7 +337,6 @@ class Card:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the card is bound to a vfio driver."""
         return self.driver in (self.vfio_driver, VFIO_PCI)
 
 
@@ -367,8 +353,8 @@ class FunctionBefore:
 class OwnedCard:
     """The ledger's entry for a card that this plugin bound to vfio in boot `boot_id`, or is about to bind.
 
-    `functions` are those of the card's IOMMU group in bus order. `persistence` is the earlier persistence mode,
-    None if unsupported or unknown. `product_name` is kept because only the NVIDIA driver can report it.
+    `functions` are in bus order. `persistence` is the earlier mode, None if unsupported or unknown. `product_name` is
+    kept because only the NVIDIA driver can report it.
     """
 
     gpu_uuid: str
@@ -381,9 +367,8 @@ class OwnedCard:
 
 @dataclass(frozen=True, slots=True)
 class SettingBefore:
-    """The ledger's entry for the value that a setting of a GPU had before this plugin changed it in boot `boot_id`.
-
-    `setting` is the tag of the step that sets it.
+    """The ledger's entry for a setting's value before this plugin changed it in boot `boot_id`. `setting` is the tag of
+    the step.
     """
 
     gpu_uuid: str

@@ -1,5 +1,5 @@
-"""Health of GPUs and MIG devices: observations, and the state derived from them. Times are whole seconds
-since 1970.
+"""Health of GPUs and MIG devices: observations, and the state derived from them. Times are seconds since
+1970.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from dra_driver.model.mig import MigDevice
 
 
 class Severity(IntEnum):
-    """How bad a health state is. From DEGRADED on, the device should get no new work; from UNHEALTHY on, running
-    work is also affected.
-    """
+    """From DEGRADED on, a device should get no new work; from UNHEALTHY on, running work is also affected."""
 
     OK = 0
     INFORMATION = 1
@@ -33,7 +31,7 @@ LOST = "gpu-lost"
 UNMONITORED = "unmonitored"
 UNRESPONSIVE = "unresponsive"
 HEALTH_FILE = "health file"
-"""The file with the saved health, in errors and problems."""
+"""Names the file in errors and problems."""
 TAINTED_KEYS = (
     "bank-remap",
     "confidential-compute",
@@ -52,14 +50,12 @@ TAINTED_KEYS = (
     UNRESPONSIVE,
     "xid",
 )
-"""All keys of health taints, without the prefix."""
+"""Without the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthTarget:
-    """A physical GPU, or a part of one: a GPU instance with all its compute instances, or one compute
-    instance.
-    """
+    """A GPU, a GPU instance with all its compute instances, or one compute instance."""
 
     gpu_uuid: str
     gpu_instance_id: int | None = None
@@ -67,12 +63,11 @@ class HealthTarget:
 
     @property
     def is_instance(self) -> bool:
-        """Whether the target is only a part of a GPU."""
         return self.gpu_instance_id is not None
 
     @property
     def order(self) -> tuple[str, int, int]:
-        """A sort key that puts a GPU before its instances."""
+        """Puts a GPU before its instances."""
         gi, ci = self.gpu_instance_id, self.compute_instance_id
         return (self.gpu_uuid, -1 if gi is None else gi, -1 if ci is None else ci)
 
@@ -87,10 +82,10 @@ class HealthTarget:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a device is not healthy. `key` and `value` identify the reason (`xid` `79`, `row-remap` `pending`).
+    """For example `xid` `79`.
 
-    `since` is the time of the first evidence, `last_at` of the last. `reset_seen` is set if the device was
-    reset after the last evidence: the next poll that finds the device healthy then ends the reason.
+    `since` and `last_at` are the first and last evidence. `reset_seen`: the device was reset after that, so
+    the next poll that finds it healthy ends the reason.
     """
 
     key: str
@@ -104,16 +99,13 @@ class Reason:
 
     @property
     def name(self) -> tuple[str, str]:
-        """Identifies the reason among the reasons of its device."""
         return (self.key, self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class NvLinks:
-    """The NVLinks of a GPU: the numbers of the active links, in ascending order.
-
-    GPUs with the same `product_name` have the same number of links. `to_switches` is whether the links lead
-    to NVSwitches; None if no link is up or the NVIDIA driver does not report it.
+    """The numbers of the active links, in ascending order. GPUs with the same `product_name` have equally
+    many.
     """
 
     up: tuple[int, ...]
@@ -123,14 +115,13 @@ class NvLinks:
 
 @dataclass(frozen=True, slots=True)
 class HealthState:
-    """Everything known about one target; `reasons` are sorted by name.
+    """`reasons` are sorted by name.
 
-    `ecc_uncorrected` is the NVIDIA driver's volatile count at the last poll. `identity` is the UUID (or
-    several joined by commas) of the MIG devices of an instance, because instance IDs are reused. `setbacks`
-    are the times at which the device recently became bad; if there are too many, the device stays tainted until
-    `held_until`. `pci_bus_id` is where the GPU was last seen: a lost GPU is monitored while it is on the bus.
-    `silent_polls` counts consecutive polls in which no live query succeeded, up to a limit. `nvlinks` has all links
-    that have been up since the boot, `nvlink_errors` the error counts of the last reading.
+    `ecc_uncorrected` is the volatile count at the last poll. `identity` has the UUIDs of an instance's MIG
+    devices, because instance IDs are reused. `setbacks` are the times at which the device recently became
+    bad; after too many, it stays tainted until `held_until`. `pci_bus_id` is where the GPU was last seen.
+    `silent_polls` counts consecutive polls without a successful live query, up to a limit. `nvlinks` has all
+    links that have been up since the boot.
     """
 
     target: HealthTarget
@@ -146,16 +137,14 @@ class HealthState:
 
     @property
     def severity(self) -> Severity:
-        """The worst severity of all active reasons."""
         return max((reason.severity for reason in self.reasons), default=Severity.OK)
 
     def has(self, key: str) -> bool:
-        """Whether a reason with this key is active."""
         return any(reason.key == key for reason in self.reasons)
 
     @property
     def shown(self) -> tuple[tuple[str, str, int, int, str], ...]:
-        """The published view of the reasons; it changes when taints or messages change."""
+        """What is published: changes when taints or messages change."""
         return tuple(
             (reason.key, reason.value, int(reason.severity), reason.since, reason.text)
             for reason in self.reasons
@@ -164,22 +153,19 @@ class HealthState:
 
 @dataclass(frozen=True, slots=True)
 class PolledHealth:
-    """The result of one poll of a GPU.
+    """A value is None if the query is not supported, was skipped or failed.
 
-    A value is None if the GPU or NVIDIA driver does not support the query, if this poll skipped it, or if the
-    query failed. `failed` names failed queries by the value that they read, for example `recovery_action`;
-    the query `remap_pending` reads `remap_failed` too. `answered` is False if no query that needs the GPU itself
-    succeeded, and at least one failed: the GPU is silent, and values that the kernel driver has cached prove
-    nothing. `recovery_action` is NVML's number. `fabric_text` describes what is wrong with the fabric;
-    `fabric_registration` is valid only if `fabric` is not None. `slowdowns` are the reasons why the
-    hardware reduces clocks: `thermal`, `power`, `hardware`. `sram_exceeded`: SRAM errors exceed NVIDIA's
-    limit. `repairs_pending` are the parts that the next reset repairs: `channel`, `tpc`. `pcie_narrow` and
-    `pcie_slow`: the PCIe link has fewer lanes, or a lower generation, than the GPU and the machine support.
-    `pcie_slow` is None if the GPU may be idle, because an idle GPU lowers the generation on purpose. `nvlinks` is
-    also None in MIG mode, in which no link is up. `nvlink_errors` are counts by kind: `recovery`, `replay`, `crc`.
-    `equal_nvlinks` is the number of links that an identical GPU of the machine has had up since the boot,
-    None without such a GPU. `accepts_work` is False on a node with confidential computing until its GPUs are
-    set to the ready state. `power_limit_mw` is the power limit that is set, in milliwatts.
+    `failed` names failed queries by the value that they read; the query `remap_pending` reads `remap_failed`
+    too. `answered` is False if no query that needs the GPU itself succeeded, and at least one failed: values
+    that the kernel driver has cached prove nothing then.
+
+    `recovery_action` is NVML's number. `fabric_registration` is valid only with `fabric`. `slowdowns`:
+    `thermal`, `power`, `hardware`. The next reset repairs `repairs_pending`: `channel`, `tpc`. `pcie_narrow`
+    and `pcie_slow` compare with what GPU and machine support; an idle GPU lowers the generation on purpose,
+    so `pcie_slow` is None if the GPU may be idle. `nvlinks` is None in MIG mode too. `nvlink_errors` are
+    counts of `recovery`, `replay`, `crc`. `equal_nvlinks` is how many links an identical GPU of the machine
+    has had up since the boot. With confidential computing, `accepts_work` is False until the GPUs are set to
+    the ready state.
     """
 
     recovery_action: int | None = None
@@ -208,9 +194,7 @@ class PolledHealth:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """The NVIDIA driver reported an Xid. `reports_action` is whether it also reports a recovery action for
-    this GPU.
-    """
+    """`reports_action`: the NVIDIA driver also reports a recovery action for this GPU."""
 
     number: int
     reports_action: bool = True
@@ -223,8 +207,6 @@ class DoubleBitError:
 
 @dataclass(frozen=True, slots=True)
 class PollResult:
-    """A poll returned. `polled.answered` says whether the GPU itself answered."""
-
     polled: PolledHealth
 
 
@@ -235,16 +217,14 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class MonitoringState:
-    """Whether the plugin receives events of the GPU. `problem` says why it does not; None if it does."""
+    """`problem` says why the plugin gets no events of the GPU."""
 
     problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Hanging:
-    """An operation of this plugin on the GPU has been running for `for_s` seconds. `what` describes the
-    operation; None if none is running.
-    """
+    """An operation of this plugin on the GPU has not ended for `for_s` seconds."""
 
     what: str | None = None
     for_s: float = 0.0
@@ -252,26 +232,26 @@ class Hanging:
 
 @dataclass(frozen=True, slots=True)
 class NoAnswer:
-    """NVML has not answered about the GPU for `for_s` seconds, because a call hangs."""
+    """A call to NVML about the GPU has not ended for `for_s` seconds."""
 
     for_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """The device was reset: by a reboot, a reload of the NVIDIA driver, or a reset of the GPU."""
+    """A reboot, a reload of the NVIDIA driver, or a reset of the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serviced:
-    """An administrator reported that the device was reset or replaced before `at`."""
+    """An administrator reported a reset or a replacement before `at`."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceSeen:
-    """The UUIDs of the MIG devices that currently have the IDs of an instance; None if no MIG device has them."""
+    """The UUIDs of the MIG devices that now have the IDs of an instance."""
 
     identity: str | None
 
@@ -292,10 +272,8 @@ Observation = (
 
 @dataclass(frozen=True, slots=True)
 class HealthEvent:
-    """An event from NVML's event set.
-
-    `gpu_uuid` is None if NVML could no longer identify the GPU; both instance IDs are None for the whole GPU.
-    `observation` is None for an event that only requires a poll.
+    """`gpu_uuid` is None if NVML could not identify the GPU; both instance IDs are None for the whole GPU. An
+    event without `observation` only requires a poll.
     """
 
     gpu_uuid: str | None
@@ -306,10 +284,10 @@ class HealthEvent:
 
 @dataclass(frozen=True, slots=True)
 class HealthChange:
-    """An entry of a device's history; `times` counts repetitions, `at` is the time of the last one.
+    """`at` is the last of `times` repetitions.
 
-    `is_gone`: the GPU was removed, and its state is forgotten. `is_hang`: the GPU became unresponsive, or has
-    been unresponsive for a long time; users are notified even if the severity did not change.
+    `is_gone`: the GPU's state is forgotten. `is_hang`: the GPU does not respond; users are notified even if
+    the severity is the same.
     """
 
     target: HealthTarget
@@ -323,7 +301,7 @@ class HealthChange:
 
 
 def condition(state: HealthState | None, *, is_fresh: bool) -> Condition:
-    """Return one word for a device's health; `unknown` if no poll is recent, whatever the earlier state."""
+    """Return `unknown` if no poll is recent, whatever the earlier state."""
     if not is_fresh:
         return "unknown"
     words: tuple[Condition, ...] = ("ok", "information", "degraded", "unhealthy", "lost")
@@ -331,21 +309,17 @@ def condition(state: HealthState | None, *, is_fresh: bool) -> Condition:
 
 
 def targets_of_mig(mig: MigDevice) -> tuple[HealthTarget, ...]:
-    """Return all targets whose reasons affect a MIG device: its GPU, its GPU instance, and the device
-    itself.
-    """
+    """Return all targets whose reasons affect the device."""
     return targets_of_instance(mig.parent_uuid, mig.gpu_instance_id, mig.compute_instance_id)
 
 
 def targets_of_instance(gpu_uuid: str, gi: int, ci: int) -> tuple[HealthTarget, ...]:
-    """Like `targets_of_mig`, by IDs."""
     return (HealthTarget(gpu_uuid), HealthTarget(gpu_uuid, gi), HealthTarget(gpu_uuid, gi, ci))
 
 
 def identity_of(instance: HealthTarget, mig_uuids: Mapping[tuple[int, int], str]) -> str | None:
-    """Return the UUIDs of the MIG devices of an instance, joined by commas; None if the instance has none.
-
-    `mig_uuids` has all MIG devices of its GPU by GPU instance ID and compute instance ID.
+    """Return the UUIDs of an instance's MIG devices, joined by commas. `mig_uuids` has those of the GPU by
+    instance IDs.
     """
     found = sorted(
         uuid

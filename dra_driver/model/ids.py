@@ -1,4 +1,4 @@
-"""Names and identifiers of GPUs and MIG devices, and checks of names from the wire."""
+"""Names and identifiers of GPUs and MIG devices."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ _SUBDOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _UID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9])?")
 _GPU_NAME = re.compile(r"gpu-([0-9a-z]+)(?:-mig-.*)?\Z")
 PLAIN_NAME = r"[0-9A-Za-z_./@%+=-]+"
-"""Characters of a name that needs no quotation marks; valid for Python and RE2."""
+"""A name that needs no quotation marks; valid for Python and RE2."""
 _SHORTEST_UUID_PART = 8
 _WHOLE_UUID = 32
 _UUID_PART_STEP = 4
 
 
 def printable(text: str) -> str:
-    """Replace unprintable characters, which could control the terminal, in text from drivers, files and the
-    API.
-    """
+    """Replace characters that could control the terminal."""
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def one_line(text: str, most_bytes: int) -> str:
-    """Return the text with white space collapsed, truncated to `most_bytes` bytes of valid UTF-8."""
+    """Collapse white space, and truncate to `most_bytes` bytes of valid UTF-8."""
     line = " ".join(text.split()).encode(errors="replace")
     if len(line) > most_bytes:
         mark = "…".encode()
@@ -39,16 +37,15 @@ def one_line(text: str, most_bytes: int) -> str:
 
 
 def quoted(name: object) -> str:
-    """Return an external name for use in a message, in quotation marks if it has unusual characters."""
+    """Return an external name for a message, quoted if it has unusual characters."""
     text = str(name)
     return text if re.fullmatch(PLAIN_NAME, text) else printable(json.dumps(text, ensure_ascii=False))
 
 
 def pci_bus_id(text: str) -> str:
-    """Return the sysfs form of a PCI bus ID: `00000000:1B:00.0` becomes `0000:1b:00.0`.
+    """Return the sysfs form: `00000000:1B:00.0` becomes `0000:1b:00.0`. Raises: ValueError.
 
-    NVML writes eight domain digits; the kernel writes four, and more only if the domain needs them. Raises:
-    ValueError if the text is not a PCI bus ID.
+    NVML writes eight domain digits, the kernel as many as needed, at least four.
     """
     match = _NVML_BUS_ID.match(text.strip().lower())
     if match is None:
@@ -58,20 +55,20 @@ def pci_bus_id(text: str) -> str:
 
 
 def gpu_device_names(uuids: Iterable[str]) -> Mapping[str, str]:
-    """Return a device name for each GPU UUID: `{"GPU-4cf8db2d-06c0-…": "gpu-4cf8db2d"}`.
+    """Return a name for each GPU UUID: `{"GPU-4cf8db2d-06c0-…": "gpu-4cf8db2d"}`.
 
-    Names depend only on the UUID, because index and minor change when a card is drained. GPUs whose shortest
-    names would collide get longer names; all other GPUs get the shortest.
+    The index and the minor number change when a card is drained, so names do not use them. Names that would
+    collide are longer.
     """
     digits = {uuid: _hex_digits(uuid) for uuid in uuids}
     return {uuid: f"gpu-{_shortest_unique(uuid, digits)}" for uuid in digits}
 
 
 def gpu_minor_names(minors: Mapping[str, int | None], kept: Mapping[str, str]) -> Mapping[str, str]:
-    """Like `gpu_device_names`, but by minor number, as NVIDIA's DRA driver does: `{"GPU-4cf8db2d-…": "gpu-0"}`.
+    """Return names by minor number, as NVIDIA's DRA driver does: `{"GPU-4cf8db2d-…": "gpu-0"}`.
 
-    GPUs in `kept` keep their names, and no other GPU gets these names. A GPU with an unknown number, or whose
-    name is in use, gets a name with all digits of its UUID.
+    GPUs in `kept` keep their names. If the number is unknown or the name in use, the name has all digits of
+    the UUID.
     """
     names: dict[str, str] = {}
     taken = {name for uuid, name in kept.items() if uuid not in minors}
@@ -83,8 +80,8 @@ def gpu_minor_names(minors: Mapping[str, int | None], kept: Mapping[str, str]) -
 
 
 def names_gpus_by(device: str) -> Literal["uuid", "minor"] | None:
-    """Return which scheme named the GPU in a device's name; None for other names, and for a name with all digits of a
-    UUID, which both schemes can produce.
+    """Return which scheme named the GPU; None for other names, and for all digits of a UUID, which both can
+    produce.
     """
     found = _GPU_NAME.match(device)
     if found is None or len(found[1]) >= _WHOLE_UUID:
@@ -93,7 +90,7 @@ def names_gpus_by(device: str) -> Literal["uuid", "minor"] | None:
 
 
 def gpu_of_device(device: str) -> str:
-    """Return the GPU's part of a device's name: `gpu-0` of `gpu-0-mig-1g10gb-19-2`."""
+    """Return `gpu-0` of `gpu-0-mig-1g10gb-19-2`."""
     return device.partition("-mig-")[0]
 
 
@@ -111,43 +108,41 @@ def _shortest_unique(uuid: str, digits: Mapping[str, str]) -> str:
 
 
 def mig_device_name(parent: str, mig: MigDevice) -> str:
-    """Return the name of a MIG device: `gpu-4cf8db2d-mig-1g10gb-19-2` for profile 19 at memory slice 2.
+    """Return `gpu-4cf8db2d-mig-1g10gb-19-2` for profile 19 at memory slice 2.
 
-    The profile ID distinguishes `1g.24gb+me` from `1g.24gb-me`, which are equal in a DNS label. The compute
-    instance ID is appended if several compute instances share one GPU instance (`1c.3g.40gb`).
+    The profile ID distinguishes `1g.24gb+me` from `1g.24gb-me`. The compute instance ID follows if several
+    share one GPU instance (`1c.3g.40gb`).
     """
     name = mig_slot_name(parent, mig.profile, mig.placement)
     return f"{name}-{mig.compute_instance_id}" if mig.shares_gpu_instance else name
 
 
 def mig_slot_name(parent: str, profile: MigProfile, placement: Placement) -> str:
-    """Return the name of the MIG device of a profile at a placement, whether it exists or not."""
     label = re.sub(r"[^a-z0-9]", "-", profile.name.lower().replace(".", ""))
     return f"{parent}-mig-{label}-{profile.profile_id}-{placement.start}"
 
 
 def vfio_device_name(bus_id: str) -> str:
-    """Return the name of a GPU for virtual machines: `vfio-0000-1b-00-0` for the PCI bus ID `0000:1b:00.0`."""
+    """Return `vfio-0000-1b-00-0` for `0000:1b:00.0`."""
     return f"vfio-{re.sub('[:.]', '-', bus_id)}"
 
 
 def is_dns_label(text: str) -> bool:
-    """Whether the API server accepts the text as a DNS label, such as the name of a device or a namespace."""
     return is_subdomain(text, 63) and "." not in text
 
 
 def is_subdomain(text: str, most: int = 253) -> bool:
-    """Whether the API server accepts the text as the name of an object."""
+    """Whether the API server accepts the text as an object's name."""
     return len(text) <= most and _SUBDOMAIN.fullmatch(text) is not None
 
 
 def is_uid(text: str) -> bool:
-    """Whether the text can be the UID of an object. Such a text is safe as part of a file name."""
+    """Whether the text can be an object's UID, which is safe in a file name."""
     return _UID.fullmatch(text) is not None and ".." not in text
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return `(host, port)` of `host:port` or `[IPv6]:port`; an empty host means all addresses.
+    """Return host and port of `host:port` or `[IPv6]:port`; an empty host means all addresses.
 
     Raises: InvalidConfigError.
     """

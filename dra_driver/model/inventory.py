@@ -1,4 +1,4 @@
-"""A snapshot of the node: discovered devices, read failures, and GPUs that do not respond."""
+"""A snapshot of the node's devices."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from dra_driver.model.ids import (
 from dra_driver.model.mig import MigDevice, MigProfile, Placement
 
 ConfidentialMode = Literal["off", "on", "devtools", "ppcie"]
-"""The GPUs' confidential computing mode: `devtools` allows debugging, `ppcie` protects the links between several
-GPUs."""
+"""`devtools` allows debugging, `ppcie` protects the links between several GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverVersions:
-    """Versions reported by NVML: driver `570.124.06`, CUDA as (12, 8); None if unknown."""
+    """As in NVML: driver `570.124.06`, CUDA (12, 8)."""
 
     driver: str | None = None
     cuda: tuple[int, int] | None = None
@@ -32,9 +31,7 @@ class DriverVersions:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryFault:
-    """Something that discovery did not find or could not read. `subject` names the GPU, PCI function or part of
-    the node, `text` the cause.
-    """
+    """What discovery could not find or read; `subject` says where."""
 
     subject: str
     text: str
@@ -42,38 +39,30 @@ class DiscoveryFault:
 
 @dataclass(frozen=True, slots=True)
 class WholeGpu:
-    """A GPU that is published whole, with its device name."""
-
     name: str
     gpu: Gpu
 
     @property
     def uuid(self) -> str:
-        """The UUID as in CUDA and nvidia-smi."""
         return self.gpu.uuid
 
 
 @dataclass(frozen=True, slots=True)
 class StaticMigDevice:
-    """A MIG device that exists, with its device name."""
-
     name: str
     gpu: Gpu
     mig: MigDevice
 
     @property
     def uuid(self) -> str:
-        """The UUID as in CUDA and nvidia-smi."""
         return self.mig.uuid
 
     @property
     def profile(self) -> MigProfile:
-        """The profile of its GPU instance."""
         return self.mig.profile
 
     @property
     def placement(self) -> Placement:
-        """The placement of its GPU instance."""
         return self.mig.placement
 
 
@@ -88,15 +77,13 @@ class DynamicMigDevice:
 
     @property
     def uuid(self) -> str:
-        """Empty: the device gets a new UUID each time it is created. The ledger has the current UUID."""
+        """Each creation gives the device a new UUID, which is in the ledger."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class VfioDevice:
-    """A GPU for a virtual machine, with its device name. While the card is bound to vfio, only the bus ID of
-    `gpu` is known.
-    """
+    """While the card is bound to vfio, only the bus ID of `gpu` is known."""
 
     name: str
     gpu: Gpu
@@ -104,7 +91,7 @@ class VfioDevice:
 
     @property
     def uuid(self) -> str:
-        """A UUID that does not depend on whether NVML lists the GPU."""
+        """Does not depend on whether NVML lists the GPU."""
         return uuid_of_bus_id(self.card.bus_id)
 
 
@@ -113,20 +100,17 @@ OfferedDevice = WholeGpu | StaticMigDevice | DynamicMigDevice | VfioDevice
 
 @dataclass(frozen=True)
 class Inventory:
-    """All GPUs of the node in PCI order. `nvlink_domains` maps GPU UUIDs to NVLink domains.
+    """All GPUs in PCI order. `nvlink_domains` maps GPU UUIDs to domains.
 
-    `lost` are GPUs as they were before they stopped responding. They stay published, with a taint, because the
-    node still has the device and a claim may hold it. `unread` are the UUIDs of GPUs for MIG on demand whose
-    profiles or instances were not read completely this time (their `partitioning` is outdated or None), and of
-    devices that may not be GPUs, because their architecture was never read. `hanging` is the number of GPUs that
-    were never read because an NVML call for them does not return. `reachable_pairs` are pairs of UUIDs of GPUs that
-    reach each other over NVLink, with the number of links; the domains are derived from them.
-    `imex_channels` is the number of IMEX channels of the NVIDIA driver; None if it has none or the configuration
-    uses none. `confidential_compute` is None if unknown. `kept_names` is set if GPUs are named by minor number:
-    these names, by UUID, stay the same when the number changes. `cards` are the GPUs that virtual machines may
-    get, empty if passthrough is off.
+    `lost` GPUs are as they were before they stopped responding. They stay published, with a taint, because a
+    claim may hold them. `unread` are UUIDs of GPUs for MIG on demand whose profiles or instances were not
+    read completely (`partitioning` is outdated or None), and of devices whose architecture was never read, so
+    that they may not be GPUs. `hanging` counts GPUs that were never read because an NVML call does not
+    return. `reachable_pairs` are pairs of UUIDs with the number of NVLinks between them.
 
-    The class has no slots because it caches derived values.
+    `imex_channels` is None if the NVIDIA driver has none or the configuration uses none. With `kept_names`,
+    GPUs are named by minor number, and these names, by UUID, stay when the number changes. No slots, because
+    it caches values.
     """
 
     versions: DriverVersions = DriverVersions()
@@ -144,17 +128,16 @@ class Inventory:
 
     @cached_property
     def every_gpu(self) -> tuple[Gpu, ...]:
-        """All GPUs including lost ones, in PCI order."""
         return tuple(sorted((*self.gpus, *self.lost), key=_pci_order))
 
     @cached_property
     def under_vfio(self) -> Mapping[str, Card]:
-        """The published cards that are bound to vfio, by GPU UUID; containers cannot get these cards."""
+        """Cards that are bound to vfio, by GPU UUID."""
         return {card.gpu_uuid: card for card in self.cards if card.is_bound and card.problem is None}
 
     @cached_property
     def offered_gpus(self) -> tuple[Gpu, ...]:
-        """Like `every_gpu`, including the GPUs under vfio."""
+        """Includes the GPUs under vfio."""
         bound = {card.bus_id: Gpu(uuid, pci_bus_id=card.bus_id) for uuid, card in self.under_vfio.items()}
         others = (
             gpu for gpu in self.every_gpu if gpu.pci_bus_id not in bound and gpu.uuid not in self.under_vfio
@@ -163,21 +146,16 @@ class Inventory:
 
     @cached_property
     def cards_by_gpu(self) -> Mapping[str, Card]:
-        """The published cards by GPU UUID. Omits GPUs that cannot be used whole: this plugin never
-        destroys static MIG devices.
-        """
+        """Without GPUs that cannot be used whole: a claim never destroys static MIG devices."""
         return {gpu.uuid: card for gpu, card in self._cards() if _is_whole(gpu)}
 
     @cached_property
     def lost_uuids(self) -> frozenset[str]:
-        """The UUIDs of the GPUs that do not respond."""
         return frozenset(gpu.uuid for gpu in self.lost)
 
     @cached_property
     def gpu_names(self) -> Mapping[str, str]:
-        """The device name of every GPU by UUID. GPUs under vfio are included so that names do not change
-        while they are bound.
-        """
+        """Also of GPUs under vfio, so that names do not change while GPUs are bound."""
         minors = {gpu.uuid: gpu.minor for gpu in (*self.offered_gpus, *self.every_gpu)}
         if self.kept_names is None:
             return gpu_device_names(minors)
@@ -185,12 +163,11 @@ class Inventory:
 
     @cached_property
     def by_name(self) -> Mapping[str, OfferedDevice]:
-        """Every published device by name, in publishing order."""
         return {device.name: device for device in self._offered()}
 
     @cached_property
     def withheld_by_name(self) -> Mapping[str, StaticMigDevice]:
-        """MIG devices that this plugin does not manage, on partitioned GPUs, by the name that they would have."""
+        """MIG devices on partitioned GPUs that this plugin does not manage."""
         return {
             (name := mig_device_name(self.gpu_names[gpu.uuid], mig)): StaticMigDevice(name, gpu, mig)
             for gpu in self.every_gpu
@@ -200,27 +177,24 @@ class Inventory:
 
     @cached_property
     def returning_by_name(self) -> Mapping[str, OfferedDevice]:
-        """Devices that are unpublished only until the plugin destroys its own instances in their place, or
-        returns their GPU to the NVIDIA driver.
+        """Unpublished only until the plugin destroys its own instances, or returns the GPU to the NVIDIA
+        driver.
         """
         return {device.name: device for device in self._returning()}
 
     def usable(self, name: str) -> OfferedDevice | None:
-        """Return the device of this name if it is published, or becomes available as soon as a claim needs it;
-        else None.
-        """
+        """Return the device if it is published, or becomes available as soon as a claim needs it."""
         return self.by_name.get(name) or self.returning_by_name.get(name)
 
     def without_partitions(self) -> Inventory:
-        """Return the inventory for an API server without partitionable devices: without MIG devices on demand
-        and without GPUs for virtual machines.
+        """Return the inventory for an API server without partitionable devices, and so without GPUs for
+        virtual machines.
         """
         gpus = tuple(_unpartitioned(gpu) for gpu in self.gpus)
         lost = tuple(_unpartitioned(gpu) for gpu in self.lost)
         return replace(self, gpus=gpus, lost=lost, cards=())
 
     def devices(self) -> Iterable[OfferedDevice]:
-        """Every published device, in publishing order."""
         return self.by_name.values()
 
     def _cards(self) -> Iterator[tuple[Gpu, Card]]:
@@ -254,7 +228,6 @@ def _pci_order(gpu: Gpu) -> tuple[str, str]:
 
 
 def _is_whole(gpu: Gpu) -> bool:
-    """Whether the GPU can be used whole."""
     return not gpu.mig_enabled if gpu.partitioning is None else gpu.partitioning.offers_whole
 
 

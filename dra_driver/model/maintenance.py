@@ -1,5 +1,4 @@
-"""Maintenance claims, which take GPUs out of service, for example to reset them, and the time for which NVML is
-closed."""
+"""Maintenance claims, which take GPUs out of service."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from dra_driver.model.steps import StartMaintenance
 MaintenanceState = Literal["waiting", "active", "overdue"]
 
 CLOSED_TIMES: Final = "a time from 10s to 24h, such as 90s, 5m or 2h"
-"""How long NVML can stay closed, as text for errors."""
+"""How long NVML can stay closed."""
 MIN_S, MAX_S = 10, 24 * 3600
 _DURATION = re.compile(r"([0-9]{1,5})([smh])\Z", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def closed_seconds(text: str) -> int | None:
-    """Return the seconds of one of the `CLOSED_TIMES`; None for any other text.
+    """Return the seconds of one of the `CLOSED_TIMES`.
 
     >>> closed_seconds("15m")
     900
@@ -35,11 +34,9 @@ def closed_seconds(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Detachment:
-    """The content of the detach file: NVML stays closed until `until_s` of the boot clock. `until` is the
-    same time for display, with the time zone.
+    """The detach file: NVML stays closed until `until_s` of the boot clock.
 
-    `claim` is the maintenance claim that closed NVML, None for `gpu-dra-driver detach`; `gpu_uuids` are the
-    claim's GPUs.
+    `claim` is the maintenance claim that closed NVML, None for `gpu-dra-driver detach`.
     """
 
     boot_id: str
@@ -50,7 +47,6 @@ class Detachment:
 
     @property
     def problem(self) -> str:
-        """Why GPUs cannot currently be used."""
         if self.claim is None:
             why = (
                 ", so that you can reset GPUs or replace the NVIDIA driver; `gpu-dra-driver detach --end` opens it "
@@ -64,17 +60,15 @@ class Detachment:
         return f"NVML is closed until {self.until}{why}"
 
     def lasts(self, boot_id: str | None, now_s: float) -> bool:
-        """Whether NVML is still closed at `now_s` of the boot clock. `boot_id` is the current boot, None if unknown."""
+        """Whether NVML is closed at `now_s` of the boot clock, in boot `boot_id` (None if unknown)."""
         return boot_id in (None, self.boot_id) and now_s < self.until_s
 
 
 @dataclass(frozen=True, slots=True)
 class Maintenance:
-    """The state of a maintenance claim.
-
-    `waiting`: its GPUs are withdrawn, and it waits until other claims release them and NVML is closed. `active`:
-    NVML is closed until `until`. `overdue`: NVML has been open again since `until` (None if unknown), but the claim
-    still has its GPUs.
+    """`waiting`: its GPUs are withdrawn, and it waits until other claims release them and NVML is closed.
+    `active`: NVML is closed. `overdue`: NVML has been open again since `until`, but the claim still has its
+    GPUs.
     """
 
     claim: ClaimRef
@@ -84,12 +78,11 @@ class Maintenance:
 
     @property
     def name(self) -> str:
-        """`namespace/name` of the claim."""
         return f"{self.claim.namespace}/{self.claim.name}"
 
     @property
     def text(self) -> str:
-        """The state for display: `active until 2026-11-27 20:05:00+00:00`."""
+        """For example `active until 2026-11-27 20:05:00+00:00`."""
         words = {"waiting": "waiting", "active": "active until", "overdue": "overdue since"}[self.state]
         return words if self.state == "waiting" else f"{words} {self.until or 'an unknown time'}"
 
@@ -97,9 +90,8 @@ class Maintenance:
 def maintenances(
     records: Iterable[ClaimRecord], written: Detachment | None, boot_id: str | None, now_s: float
 ) -> list[Maintenance]:
-    """Return the state of each maintenance claim of the node, sorted by namespace and name.
-
-    `written` is the content of the detach file, even if it has expired; `now_s` is the time of the boot clock.
+    """Return the node's maintenance claims, sorted by namespace and name. `written` is the detach file, even
+    if it has expired.
     """
     found = [
         _maintenance(record, step, written, boot_id, now_s)
@@ -122,7 +114,6 @@ def _maintenance(
 
 
 def overdue_problems(found: Iterable[Maintenance]) -> list[NodeProblem]:
-    """Return a problem for each claim that keeps its GPUs beyond its timeout."""
     return [
         NodeProblem(
             "maintenance-overdue",

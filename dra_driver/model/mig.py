@@ -1,4 +1,4 @@
-"""MIG: NVML's profiles and placements, existing instances, the plugin's own instances, and configured layouts."""
+"""MIG profiles, placements, instances and layouts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dra_driver.model.dataclass import dataclass, field
 
 
 class GpuAddress(NamedTuple):
-    """How to find a GPU in NVML: by PCI bus ID if known, else by UUID. The UUID is checked in both cases."""
+    """NVML finds the GPU by PCI bus ID if known, else by UUID. The UUID is checked in both cases."""
 
     uuid: str
     pci_bus_id: str | None
 
 
 class MigAddress(NamedTuple):
-    """How to find a MIG device in NVML without a search. Later devices reuse the IDs, but not the UUID."""
+    """NVML finds the device without a search. Later devices reuse the IDs, but not the UUID."""
 
     uuid: str
     gpu_instance_id: int
@@ -25,27 +25,22 @@ class MigAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """The memory slices of a GPU instance on its GPU: `[start, start + size)`."""
+    """Memory slices of a GPU: `[start, start + size)`."""
 
     start: int
     size: int
 
     @property
     def memory_slices(self) -> range:
-        """The memory slices that the placement covers."""
         return range(self.start, self.start + self.size)
 
     def overlaps(self, other: Placement) -> bool:
-        """Whether the placements have a memory slice in common."""
         return self.start < other.start + other.size and other.start < self.start + self.size
 
 
 @dataclass(frozen=True, slots=True)
 class MigProfile:
-    """A GPU instance profile of one GPU. `profile_id` is NVML's ID, not its loop index; memory is in MiB.
-
-    Source: nvmlGpuInstanceProfileInfo_t.
-    """
+    """`profile_id` is NVML's ID, not its loop index (nvmlGpuInstanceProfileInfo_t)."""
 
     profile_id: int
     name: str
@@ -62,11 +57,10 @@ class MigProfile:
 
 @dataclass(frozen=True, slots=True)
 class MigDevice:
-    """An existing compute instance, which is the device that a container gets.
+    """A compute instance, which is what a container gets.
 
-    `profile` is the profile of the GPU instance. If the compute instance has only some of the GPU instance's
-    slices, the profile's name (`1c.3g.40gb`) and multiprocessors are those of the compute instance, and
-    `shares_gpu_instance` is set.
+    If it has only some slices of its GPU instance, `profile` has its own name (`1c.3g.40gb`) and
+    multiprocessors, and the rest of the GPU instance's profile; `shares_gpu_instance` is set.
     """
 
     uuid: str
@@ -80,7 +74,7 @@ class MigDevice:
 
 @dataclass(frozen=True, slots=True)
 class PlacedProfile:
-    """A profile with all its placements on the GPU, in ascending order."""
+    """`placements` are in ascending order."""
 
     profile: MigProfile
     placements: tuple[Placement, ...]
@@ -88,10 +82,7 @@ class PlacedProfile:
 
 @dataclass(frozen=True, slots=True)
 class GpuInstance:
-    """An existing GPU instance, with or without compute instances.
-
-    `leaving` marks an instance of this plugin that is still to be destroyed.
-    """
+    """`leaving`: this plugin has yet to destroy it."""
 
     gpu_instance_id: int
     profile_id: int
@@ -100,7 +91,6 @@ class GpuInstance:
 
     @property
     def slot(self) -> tuple[int, int]:
-        """Profile ID and start, which identify an instance on its GPU."""
         return (self.profile_id, self.placement.start)
 
 
@@ -108,14 +98,13 @@ class GpuInstance:
 class Partitioning:
     """The MIG devices that can be created on a GPU.
 
-    `profiles` is NVML's complete list of profiles. `withheld` are the existing GPU instances that this plugin does not
-    manage or has yet to destroy; `possible` is every profile and placement that fits next to them, in
-    publishing order. `offers_whole` is whether the GPU can also be used whole: no instance is withheld, its MIG
-    mode can be changed while it is idle, and only this plugin may have enabled the mode.
+    `profiles` is NVML's complete list. `withheld` are the instances that this plugin does not manage or has
+    yet to destroy; `possible` is all that fits next to them, in publishing order. `offers_whole`: no instance
+    is withheld, MIG mode can be changed while the GPU is idle, and only this plugin may have enabled the
+    mode.
 
-    `returning` are the devices that become available again when the `leaving` instances in `withheld` are
-    destroyed; `whole_returns` says whether the whole GPU does too. They are not published, but a claim that was
-    allocated one of them gets it: Prepare destroys the leaving instances first.
+    `returning`, and the whole GPU if `whole_returns`, become available when the `leaving` instances are
+    destroyed. They are not published, but a Prepare for one destroys the instances first.
     """
 
     profiles: tuple[PlacedProfile, ...]
@@ -133,11 +122,9 @@ MigPhase = Literal["creating", "unknown", "created"]
 class OwnedInstance:
     """The ledger's entry for a GPU instance of this plugin.
 
-    It is written before the instance is created, so that an instance of ours never looks like someone else's.
-    The IDs and the UUID of the MIG device are None until they are known. GPU instances do not survive the
-    boot `boot_id`. In phase `unknown`, NVML did not report whether it created the instance, so the instance may
-    still appear. `gpu_minor` is the GPU's minor number when the instance was created. `is_of_layout` is set if
-    the node's MIG layout requires the instance, so that it exists even without a claim.
+    It is written before the instance is created, so that no instance of ours looks foreign. In phase
+    `unknown`, NVML did not report whether it created the instance, which may still appear. An instance
+    `is_of_layout` exists even without a claim.
     """
 
     device: str
@@ -156,33 +143,30 @@ class OwnedInstance:
 
     @property
     def slot(self) -> tuple[int, int]:
-        """Like `GpuInstance.slot`."""
         return (self.profile_id, self.placement.start)
 
     @property
     def gpu(self) -> GpuAddress:
-        """The GPU of the instance."""
         return GpuAddress(self.gpu_uuid, self.pci_bus_id)
 
 
 LAYOUT_LABEL = "nvidia.com/mig.config"
-"""The node label that selects the layout; NVIDIA's mig-manager uses the same label."""
+"""NVIDIA's mig-manager uses the same label."""
 LAYOUT_STATE_LABEL = "nvidia.com/mig.config.state"
-"""The node label that a running mig-manager writes."""
+"""A running mig-manager writes this label."""
 MIG_LAYOUT = "mig-layout"
-"""The key of the taint on a GPU that must become idle so that its layout can change."""
+"""The taint on a GPU that must become idle for its layout."""
 
 LayoutState = Literal["applied", "waiting", "refused", "unsupported"]
-"""`applied`: the GPU matches the layout. `waiting`: the GPU will be changed when it is idle or an obstacle is removed.
-`refused`: the GPU cannot have the layout, and nothing was changed. `unsupported`: the GPU has no MIG, and the layout
-does not name it."""
+"""`waiting`: until the GPU is idle or an obstacle is removed. `refused`: the GPU cannot have the layout, and
+nothing was changed. `unsupported`: the GPU has no MIG, and the layout does not name it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutEntry:
-    """The desired state of some GPUs, as counts by profile name. Without counts, only the MIG mode is set.
-
-    If `devices` is None, the entry is for all GPUs; without `filters`, any PCI ID matches.
+    """Without `counts` by profile name, only the MIG mode is set. `devices` None means all GPUs; without
+    `filters`, any PCI ID matches.
     """
 
     mode: bool
@@ -196,10 +180,9 @@ Layouts = Mapping[str, tuple[LayoutEntry, ...]]
 
 @dataclass(frozen=True, slots=True)
 class MigLayouts:
-    """The configured layouts, and how a node selects one: by `name`, or by its label if `from_label` is set
-    and the label exists.
+    """A node selects a layout by `name`, or by its label if `from_label` is set and the label exists.
 
-    `destroys_foreign` allows the plugin to destroy instances that it did not create.
+    `destroys_foreign`: the plugin may destroy foreign instances.
     """
 
     named: Mapping[str, tuple[LayoutEntry, ...]] = field(default_factory=dict)
@@ -209,16 +192,12 @@ class MigLayouts:
 
     @property
     def is_on(self) -> bool:
-        """Whether this node may get a layout."""
         return self.name is not None or self.from_label
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLayout:
-    """The state of the layout on one GPU; `since` is in seconds since 1970, and equality ignores it.
-
-    For a GPU that an entry of the layout names, but the node does not have, `gpu_uuid` is its index.
-    """
+    """`since` is in seconds since 1970. For a GPU that only the layout names, `gpu_uuid` is its index."""
 
     gpu_uuid: str
     layout: str
@@ -229,8 +208,6 @@ class GpuLayout:
 
 @dataclass(frozen=True, slots=True)
 class OwnedMode:
-    """The ledger's entry for a GPU whose MIG mode this plugin enabled in boot `boot_id`."""
-
     gpu_uuid: str
     pci_bus_id: str | None
     boot_id: str

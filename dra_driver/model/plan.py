@@ -1,4 +1,4 @@
-"""What a claim needs on this node: its devices, and the steps that prepare them."""
+"""What a claim needs on this node: devices and steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ _SHARE_SUFFIX = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 
 @dataclass(frozen=True, slots=True)
 class PlannedDevice:
-    """One of our allocation results, its device, and how the claim uses it.
-
-    `managed` are the GPUs whose management nodes containers get if the claim manages the node. `imex` and
-    `host_devices` are other devices that containers get in addition. A device for a virtual machine uses the
-    kernel's iommufd if the claim `prefers_iommufd` and the host supports it. With `has_api_device`, containers
-    also get the API's node: /dev/iommu or /dev/vfio/vfio.
+    """If the claim manages the node, containers get the management nodes of the `managed` GPUs. A device for
+    a virtual machine uses iommufd if the claim `prefers_iommufd` and the host supports it. With
+    `has_api_device`, containers also get /dev/iommu or /dev/vfio/vfio.
     """
 
     result: DeviceResult
@@ -37,11 +34,9 @@ class PlannedDevice:
 
     @property
     def cdi_device(self) -> str:
-        """The device's name in the claim's CDI spec."""
         return cdi_device(self.result)
 
     def held(self) -> HeldDevice:
-        """Return the device for a claim record."""
         bare = held_silicon(self.offered)
         result = self.result
         return replace(
@@ -56,7 +51,7 @@ class PlannedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a claim needs on this node. `waits_for` are the other claims on the GPUs of a maintenance claim."""
+    """`waits_for` are the other claims on the GPUs of a maintenance claim."""
 
     claim: AllocatedClaim
     devices: tuple[PlannedDevice, ...]
@@ -65,8 +60,8 @@ class Plan:
 
     @property
     def used_gpus(self) -> frozenset[str]:
-        """The UUIDs of the GPUs that the claim uses or changes. A request with adminAccess does neither, except in a
-        maintenance claim.
+        """What the claim uses or changes. A request with adminAccess does neither, except in a maintenance
+        claim.
         """
         step = maintenance_of(self.steps)
         return frozenset(offered.gpu.uuid for offered in self.used_devices()) | frozenset(
@@ -79,16 +74,14 @@ class Plan:
 
     @property
     def has_extra_devices(self) -> bool:
-        """Whether a device comes with additional host devices."""
         return any(device.imex is not None or device.host_devices for device in self.devices)
 
     def held_devices(self) -> tuple[HeldDevice, ...]:
-        """Return the devices for a claim record."""
         return tuple(device.held() for device in self.devices)
 
 
 def held_silicon(offered: OfferedDevice) -> HeldDevice:
-    """Return the device for a claim record, without the claim's own settings."""
+    """Return the device for a record, without the claim's own settings."""
     return HeldDevice(
         device=offered.name,
         kind=kind_of(offered),
@@ -99,18 +92,16 @@ def held_silicon(offered: OfferedDevice) -> HeldDevice:
 
 
 def cdi_device(result: DeviceResult) -> str:
-    """Return the name of a result's device within its claim. It includes the share ID, because two shares of
-    one device have separate limits.
+    """Return the name in the claim's CDI spec. It includes the share ID, because two shares of one device
+    have separate limits.
     """
     return result.device if result.share_id is None else f"{result.device}-{result.share_id}"
 
 
 def device_of_cdi_name(name: str) -> str:
-    """Return the device's name in a name from `cdi_device`."""
     return _SHARE_SUFFIX.sub("", name)
 
 
 def share_of_cdi_name(name: str) -> str | None:
-    """Return the share ID in a name from `cdi_device`; None for a device that is not shared."""
     found = _SHARE_SUFFIX.search(name)
     return None if found is None else found[0][1:]

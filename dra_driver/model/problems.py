@@ -1,7 +1,6 @@
-"""Problems of this node as sentences for operators, and the reasons of events.
+"""Problems of this node, and the reasons of events.
 
-Each part of the plugin returns its current problems when called. `reporting/node_problems.py` collects them
-for events, readiness notes, a metric and the file that `top` reads. So a problem ends when its part no longer
+Each part of the plugin returns its current problems when called, so a problem ends when its part no longer
 returns it.
 """
 
@@ -44,24 +43,24 @@ ProblemCode = Literal[
     "slices-not-published",
     "waiting-for-driver",
 ]
-"""Values of the label `problem` of the metric `nvidia_dra_problems`. They never change, because users alert on them."""
+"""Users alert on these values of a metric's label, so they never change."""
 FOUND_BY_TOP: Final = frozenset({"nvml-unavailable", "plugin-not-running"})
-"""Problems that only commands such as `top` find; the plugin never returns them."""
+"""The plugin never returns these."""
 FOUND_WITH_POOL: Final[frozenset[ProblemCode]] = frozenset({
     "device-not-published", "partitions-not-supported", "scheduler-outdated", "slice-fields-dropped",
 })  # fmt: skip
-"""Problems that the publisher finds when it builds and writes the pool. After a restart, those of the previous process
-remain until then."""
+"""The publisher finds these when it writes the pool. After a restart, those of the previous process remain
+until then.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeProblem:
-    """One problem. `subject` names the affected device, claim or path, and is empty for the node as a whole. The
-    event that reports the start of the problem is also sent for `claims`.
+    """`subject` names the device, claim or path, and is empty for the node. Problems with the same code and
+    subject are the same, whatever the text. The start is also reported on `claims`.
 
-    `text` is one sentence: what is wrong, with which object, and what to do now. Problems with the same code
-    and subject are the same problem, even if the text changes. `since` is the start, in seconds since 1970; 0 if the
-    source does not know it.
+    `text` says what is wrong, with which object, and what to do now. `since` is in seconds since 1970; 0 if
+    unknown.
 
     >>> NodeProblem("gpu-unresponsive", "GPU gpu-0 has not answered NVML for 40 s; drain and reboot the node", "gpu-0")
     """
@@ -75,11 +74,7 @@ class NodeProblem:
 
 @dataclass(frozen=True, slots=True)
 class FailingClaim:
-    """A claim whose last Prepare or Unprepare failed, `count` times in a row.
-
-    `since` is the first and `last_at` the last failure, in seconds since 1970. `error` is the last error, in
-    one line.
-    """
+    """The operation failed `count` times in a row, from `since` to `last_at` (seconds since 1970)."""
 
     ref: ClaimRef
     operation: Literal["prepare", "unprepare"]
@@ -104,14 +99,14 @@ EventReason = Literal[
     "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "MemoryReleased",
     "PartitionsNotSupported", "PartitionsSupported", "SchedulerOutdated", "SchedulerFits",
 ]  # fmt: skip
-"""Users filter events by these reasons, so they never change. `Prepared` is used only for the condition Ready."""
+"""Users filter by these, so they never change. `Prepared` is only for the condition Ready."""
 
 EventObjectKind = Literal["ResourceClaim", "ResourceSlice", "Pod", "Node"]
 
 
 @dataclass(frozen=True, slots=True)
 class EventObject:
-    """The object of an event; `namespace` is empty if it is cluster-scoped."""
+    """`namespace` is empty if the object is cluster-scoped."""
 
     kind: EventObjectKind
     name: str
@@ -120,14 +115,11 @@ class EventObject:
 
 
 def claim_object(ref: ClaimRef) -> EventObject:
-    """Return a claim as the object of an event."""
     return EventObject("ResourceClaim", ref.name, ref.uid, ref.namespace)
 
 
 def node_object(name: str) -> EventObject:
-    """Return a node as the object of an event.
-
-    The name is also used as the UID, as in the kubelet's own events: `kubectl describe node` searches for
-    both, and the UID of the Node object does not identify the machine.
+    """Use the name as the UID, as the kubelet does: `kubectl describe node` searches for both, and the UID of
+    the Node object does not identify the machine.
     """
     return EventObject("Node", name, name)

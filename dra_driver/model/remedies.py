@@ -1,15 +1,13 @@
-"""What to do about a bad GPU. `doctor`, errors and the table in docs/health.md use these texts; the runbooks of alerts
-lead to `doctor`.
-"""
+"""What to do about a bad GPU, for `doctor`, errors and docs/health.md."""
 
 from __future__ import annotations
 
 from typing import Final
 
 RESET_OR_REBOOT: Final = "reset the GPU or reboot the node"
-"""For sentences about what is wrong; `doctor` adds the steps."""
+"""In sentences about what is wrong; `doctor` adds the steps."""
 NOT_STARTED: Final = "not-started"
-"""The reason of a GPU that only commands show, because the plugin never saw it."""
+"""A GPU that only commands show, because the plugin never saw it."""
 FABRIC: Final = (
     "check `nvidia-smi -q | grep -A10 Fabric` on the node, and the fabric manager, which runs on the node (`systemctl "
     "status nvidia-fabricmanager`) or on the NVLink switches of the rack"
@@ -19,8 +17,8 @@ FABRIC: Final = (
 def reset(gpu: str = "GPU") -> str:
     """Return the steps that reset a GPU, given as in `nvidia-smi -i`.
 
-    nvidia-smi refuses the reset while persistence mode or any program, also the plugin, keeps the GPU open. The text
-    contains no "; ", because what follows the last "; " of an error is its remedy.
+    nvidia-smi refuses the reset while persistence mode or any program, also the plugin, keeps the GPU open.
+    The text has no "; ", because what follows the last "; " of an error is its remedy.
     """
     return (
         f"run `gpu-dra-driver detach {gpu}`, stop DCGM and other programs that use the GPU, run `nvidia-smi -pm 0 -i "
@@ -30,7 +28,6 @@ def reset(gpu: str = "GPU") -> str:
 
 
 def reboot(node: str) -> str:
-    """Return the remedy for a problem that only a reboot solves."""
     return f"`kubectl drain {node} --ignore-daemonsets --delete-emptydir-data`, then reboot the node"
 
 
@@ -83,10 +80,9 @@ OF_REASONS: Final[tuple[tuple[str, str], ...]] = (
     ("unmonitored", "gpu-dra-driver gets no Xids for this GPU; find them with `dmesg | grep -i xid` on the node"),
     ("information-xid", "nothing: this Xid only informs, and disappears 10 minutes after it last occurred"),
 )  # fmt: skip
-"""Remedies, keyed by the first words of a reason of bad health. If a device has several reasons, the first match in
-this table is used.
+"""By the first words of a reason; the first match in this table applies.
 
-`{gpu}` and `{pods}` are the GPU and the commands that delete its pods, `{reset}` and `{reboot}` the texts of these
-functions; `{reset}` also deletes the pods. A `program-xid` is a program's fault. After a `reboot-xid` NVIDIA's catalog
-requires a reboot, after a `mechanical-xid` a look at the hardware; `information-` stands for the severity.
+`{pods}` are the commands that delete the GPU's pods; `{reset}` also deletes them. NVIDIA's catalog requires a
+reboot after a `reboot-xid`, and a look at the hardware after a `mechanical-xid`; `information-` is the
+severity.
 """

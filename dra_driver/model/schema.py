@@ -1,8 +1,4 @@
-"""Schemas of documents as data, and validation that reports every difference with its path.
-
-Used for claim parameters (`api.config`), the configuration file (`config_file`), flags, manifests and API
-objects.
-"""
+"""Schemas as data, and validation that reports every difference."""
 
 from __future__ import annotations
 
@@ -15,16 +11,18 @@ from dra_driver.model.ids import quoted
 
 JsonObject = dict[str, Any]
 YAML_ERRORS: Final = (ValueError, LookupError, AttributeError, RecursionError)
-"""What PyYAML raises, besides its YAMLError, for impossible dates, values such as `!!bool x`, and deep nesting."""
+"""Besides its YAMLError, PyYAML raises these for impossible dates, values such as `!!bool x`, and deep
+nesting.
+"""
 
 
 Test = Callable[[Any], str | None]
-"""Return what is wrong with a value, as the end of a sentence; None if it is valid."""
+"""Returns what is wrong, as the end of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldFault:
-    """What is wrong, and at which path, such as `spec.devices.requests[0].name`."""
+    """`path` is such as `spec.devices.requests[0].name`."""
 
     path: str
     text: str
@@ -37,9 +35,9 @@ class FieldFault:
 class Words:
     """The wording of faults for one kind of document.
 
-    `unknown` is the text for an unknown field; without it, a fault that suggests no field lists the known ones.
-    `meant`: the message suggests a similar field. `null_is_absent`: an unknown field that is null is allowed.
-    `names_found`: the message includes the value that was found.
+    Without `unknown`, a fault about an unknown field suggests a similar field (if `meant`) or lists the known
+    ones. `null_is_absent`: an unknown field that is null is allowed. `names_found`: include the value that
+    was found.
     """
 
     must: str = "must be"
@@ -59,10 +57,8 @@ MANIFEST: Final = Words()
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A value of one type; `object` allows any type.
-
-    `least` and `most` limit a number or the length of a string; `says` overrides the text of the requirement;
-    `test` is an additional check.
+    """`object` allows any type; `least` and `most` limit a number or a string's length; `says` is the text of
+    the requirement.
     """
 
     type: type
@@ -74,14 +70,14 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several words. YAML reads a bare `off` as false, so false is accepted for `off`."""
+    """YAML reads a bare `off` as false, so false is accepted for `off`."""
 
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ListField:
-    """A list of `least` to `most` items; None means no limit. `test` checks the list if all items are valid."""
+    """`most` None means no limit. `test` applies if all items are valid."""
 
     items: Shape
     most: int | None = 32
@@ -91,9 +87,7 @@ class ListField:
 
 @dataclass(frozen=True, slots=True)
 class MapField:
-    """Values of one shape under any key, or only under keys that `is_key` accepts. `says` is the message for
-    invalid keys, with `{}` where the keys are inserted.
-    """
+    """`says` is for keys that `is_key` rejects, inserted at `{}`."""
 
     values: Shape
     is_key: Callable[[Any], bool] | None = None
@@ -107,10 +101,8 @@ class Anything:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """Fields by name.
-
-    `mistakes` maps common wrong field names to advice. If `open`, unknown fields are not checked. `also` checks
-    all valid fields together, and returns the field's name and the text of each fault.
+    """`mistakes` maps common wrong field names to advice. If `open`, unknown fields are not checked. `also`
+    checks all valid fields together, and returns the field's name and the text of each fault.
     """
 
     fields: Mapping[str, Shape]
@@ -124,7 +116,7 @@ Shape = Scalar | Choice | ListField | MapField | Anything | Object
 
 
 def faults(value: Any, shape: Shape, path: str, words: Words = MANIFEST) -> list[FieldFault]:
-    """Return every difference between a value and its schema. A `null` field counts as absent."""
+    """Return every difference. A `null` field counts as absent."""
     match shape:
         case Scalar():
             is_plain = shape.test is None and shape.least is None and shape.most is None
@@ -256,7 +248,6 @@ def _below(path: str, name: object) -> str:
 
 
 def _meant(name: str, shape: Object) -> str | None:
-    """Return the known field that is most similar to a misspelt one."""
     import difflib
 
     by_lower = {known.lower(): known for known in shape.fields}

@@ -1,4 +1,4 @@
-"""Which devices several claims may share, in which mode, and what enforces the limits."""
+"""Which devices several claims may share, how, and what enforces the limits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ SelectedDevices = Literal["gpu", "mig", "all"]
 
 MAX_SHARES = 4096
 MAX_MPS_SHARES = 60
-"""The number of clients that an MPS daemon can serve with the newest NVIDIA drivers; `sharing/rules/client_limits.py`
-has the limit for the node's driver and GPU."""
+"""With the newest NVIDIA drivers; `sharing/rules/client_limits.py` has the node's limit."""
 
 _UUID = re.compile(r"^(?:GPU|MIG)-[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class SharingRule:
-    """How one device is shared.
-
-    `shares` is the number of equal parts in mode `shares`, None in other modes. With `multiprocessors`, a claim
-    may also request a number of multiprocessors. If `enforce` is `none`, the scheduler allocates shares, but nothing
-    enforces their limits. `multi_user` lets pods of different users run at the same time, if MPS supports it.
+    """`shares` is the number of equal parts in mode `shares`. With `multiprocessors`, a claim may also
+    request a number of those. If `enforce` is `none`, nothing enforces the limits of shares. `multi_user`
+    lets pods of different users run at the same time, if MPS supports it.
     """
 
     mode: SharingRuleMode
@@ -41,10 +38,10 @@ class SharingRule:
 
 @dataclass(frozen=True, slots=True)
 class GpuSelector:
-    """Selects devices by properties of their GPU. An empty field matches everything; all fields must match.
+    """All fields must match; an empty field matches everything, an unknown property nothing.
 
-    `product_name` is a case-insensitive pattern with `*`, `?` and `[…]`; `uuids` are those of GPUs or MIG
-    devices; `pci_bus_ids` are in sysfs form.
+    `product_name` is a case-insensitive pattern with `*`, `?` and `[…]`; `uuids` are of GPUs or MIG devices;
+    `pci_bus_ids` are in sysfs form.
     """
 
     product_name: str | None = None
@@ -53,11 +50,10 @@ class GpuSelector:
     devices: SelectedDevices = "all"
 
     def matches(self, device: OfferedDevice) -> bool:
-        """Whether the device is selected. An unknown property of a GPU matches no value."""
         return self.devices in ("all", kind_of(device)) and self._matches(device.gpu, device.uuid)
 
     def matches_gpu(self, gpu: Gpu) -> bool:
-        """Whether the properties of the GPU match; ignores `devices`, and UUIDs of MIG devices match no GPU."""
+        """Ignore `devices`. UUIDs of MIG devices match no GPU."""
         return self._matches(gpu, gpu.uuid)
 
     def _matches(self, gpu: Gpu, device_uuid: str) -> bool:
@@ -70,9 +66,7 @@ class GpuSelector:
         return not self.pci_bus_ids or gpu.pci_bus_id in self.pci_bus_ids
 
     def covers(self, other: GpuSelector) -> bool:
-        """Whether this selector selects every device that `other` selects; False if comparing the patterns does not
-        prove it.
-        """
+        """Whether this selects all that `other` selects; False if the patterns do not prove it."""
         return (
             self.devices in ("all", other.devices)
             and self.product_name in (None, "*", other.product_name)
@@ -83,7 +77,7 @@ class GpuSelector:
 
 @dataclass(frozen=True, slots=True)
 class SharingEntry:
-    """A rule for the selected devices; None means exclusive use by one claim at a time."""
+    """Without a `rule`, one claim at a time uses the device."""
 
     selector: GpuSelector
     rule: SharingRule | None
@@ -91,12 +85,12 @@ class SharingEntry:
 
 @dataclass(frozen=True, slots=True)
 class SharingPolicy:
-    """Rules in the order of the configuration file; the first one that selects a device applies."""
+    """The first entry that selects a device applies."""
 
     entries: tuple[SharingEntry, ...] = ()
 
     def rule_for(self, device: OfferedDevice) -> SharingRule | None:
-        """Return the rule of a device; None if it is exclusive, which includes GPUs for virtual machines."""
+        """Return None if the device is exclusive, as GPUs for virtual machines are."""
         if isinstance(device, VfioDevice):
             return None
         for entry in self.entries:
@@ -109,12 +103,10 @@ NO_SHARING = SharingPolicy()
 
 
 def share_all(rule: SharingRule) -> SharingPolicy:
-    """Return a policy with one rule for every device."""
     return SharingPolicy((SharingEntry(GpuSelector(), rule),))
 
 
 def kind_of(device: OfferedDevice) -> DeviceKind:
-    """Return `gpu` or `mig`, the words that selectors use, or `vfio`."""
     match device:
         case WholeGpu():
             return "gpu"
@@ -127,5 +119,4 @@ def kind_of(device: OfferedDevice) -> DeviceKind:
 
 
 def is_device_uuid(text: str) -> bool:
-    """Whether the text has the form of an NVML UUID of a GPU or MIG device."""
     return _UUID.fullmatch(text) is not None

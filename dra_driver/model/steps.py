@@ -1,8 +1,8 @@
 """The steps that prepare a claim, one class for each kind.
 
-A step is data: it names what to do, and says everything about itself that needs neither a GPU nor a file. A class in
-its feature does it, undoes it and reads it back (`app/steps.py` makes them). A new kind of step is a class here that is
-added to `Step`, and such a class in its feature; mypy and the tests ask for the rest.
+A step is data: what it says about itself needs neither a GPU nor a file. A class in its feature does it,
+undoes it and reads it back (`app/steps.py` makes them). For a new kind, add a class here and to `Step`; mypy
+and the tests ask for the rest.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from dra_driver.model.mps import MpsDaemonSpec
 
 
 class AnyStep:
-    """What each kind of step says about itself. Not an `ABC`, because mypy checks this, and `isinstance` stays fast."""
+    """Not an `ABC`, because mypy checks this, and `isinstance` stays fast."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def tag(self) -> str:
-        """The step's name in records, ledgers and metrics. It never changes."""
+        """The name in records, ledgers and metrics. It never changes."""
 
     @property
     @abstractmethod
     def doing(self) -> str:
-        """The step's action, for messages such as `the MPS daemon start takes too long`."""
+        """For messages such as `the MPS daemon start takes too long`."""
 
     @property
     @abstractmethod
     def shown(self) -> str:
-        """What the step sets up, as `gpu-dra-driver claims` shows it."""
+        """In `gpu-dra-driver claims`."""
 
     @property
     @abstractmethod
     def gpus(self) -> frozenset[str]:
-        """The UUIDs of the GPUs in whose lanes the step runs."""
+        """The step runs in their lanes."""
 
 
 class FileStep(AnyStep):
-    """A step that only writes files of the claim. Its undo removes them with the claim's record."""
+    """Writes only files of the claim, which its undo removes."""
 
     __slots__ = ()
     gpus = frozenset[str]()
 
 
 class KeptStep(AnyStep):
-    """A step that changes a GPU and is undone in the GPU's lane. The ledger has it from before it is done until it is
-    undone; after the claim has ended, it is pending cleanup.
+    """Changes a GPU and is undone in the GPU's lane. The ledger has it from before it is done until it is
+    undone.
     """
 
     __slots__ = ()
@@ -60,12 +60,12 @@ class KeptStep(AnyStep):
     @property
     @abstractmethod
     def cleanup(self) -> str:
-        """The kind of the pending cleanup, in metrics, taints and commands."""
+        """In metrics, taints and commands."""
 
     @property
     @abstractmethod
     def undoing(self) -> str:
-        """The undo as a text, such as `destroy MIG device gpu-1-mig-1g10gb-19-0`."""
+        """For example `destroy MIG device gpu-1-mig-1g10gb-19-0`."""
 
     @property
     @abstractmethod
@@ -75,21 +75,17 @@ class KeptStep(AnyStep):
     @property
     @abstractmethod
     def sets(self) -> frozenset[str]:
-        """The devices or GPUs that the step sets. Another claim's step of the same kind on one of them keeps this one
-        from being undone.
-        """
+        """The step is not undone while another claim's step of the same kind sets one of these."""
 
     @property
     @abstractmethod
     def withholds(self) -> frozenset[str]:
-        """The names of devices, or UUIDs of GPUs with all their devices, that no claim gets before the undo; a Prepare
-        that needs their GPU undoes the step first. Empty if claims can use the GPU regardless.
-        """
+        """Devices by name, or all devices of GPUs by UUID, that no claim gets before the undo."""
 
     @property
     @abstractmethod
     def devices(self) -> tuple[HeldDevice, ...]:
-        """The devices that exist, or are bound, because of the step, for a claim whose record is gone."""
+        """What exists, or is bound, because of the step, for a claim whose record is gone."""
 
     @property
     @abstractmethod
@@ -99,7 +95,7 @@ class KeptStep(AnyStep):
 
 @dataclass(frozen=True, slots=True)
 class SettingStep(KeptStep):
-    """A step that sets one value on a GPU (`journal/setting_steps.py`)."""
+    """Sets one value on a GPU (`journal/setting_steps.py`)."""
 
     devices, outlives_reboot = (), False
 
@@ -108,7 +104,7 @@ class SettingStep(KeptStep):
     @property
     @abstractmethod
     def value(self) -> Any:
-        """The value to set. A setting that the NVIDIA driver reports has an int."""
+        """An int if the NVIDIA driver reports it."""
 
     @property
     def gpus(self) -> frozenset[str]:
@@ -119,10 +115,7 @@ class SettingStep(KeptStep):
 
 @dataclass(frozen=True, slots=True)
 class SetTimeSlice(SettingStep):
-    """Sets the length of a GPU's time slices to level `interval` (1 short, 2 medium, 3 long).
-
-    Undo: restores the default, unless another claim on this GPU has the same step.
-    """
+    """Level 1 is short, 2 medium, 3 long."""
 
     tag, shown, doing, cleanup = "set_time_slice", "time slice", "the time slice change", "time-slice"
     remedy = "gpu-dra-driver retries; check that nvidia-smi works on the node"
@@ -141,10 +134,7 @@ class SetTimeSlice(SettingStep):
 
 @dataclass(frozen=True, slots=True)
 class SetPowerLimit(SettingStep):
-    """Sets the power limit of a GPU to `limit_w` watts.
-
-    Undo: restores the limit that GPUs without claims have, unless another claim on this GPU has the same step.
-    """
+    """Undo: the limit that GPUs without claims have."""
 
     tag, shown, doing, cleanup = "set_power_limit", "power limit", "the power limit change", "power-limit"
     remedy = "gpu-dra-driver retries; check that the GPU answers `nvidia-smi -q -d POWER,CLOCK` on the node"
@@ -153,12 +143,11 @@ class SetPowerLimit(SettingStep):
 
     @property
     def value(self) -> int:
-        """The limit in milliwatts, as in NVML."""
+        """Milliwatts, as in NVML."""
         return self.limit_w * 1000
 
     @property
     def text(self) -> str:
-        """The limit, for people."""
         return f"{self.limit_w} W"
 
     @property
@@ -175,11 +164,6 @@ ClockDomain = Literal["graphics", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class LockClocks(SettingStep):
-    """Locks the graphics or memory clock of a GPU to a range in MHz.
-
-    Undo: removes the lock, unless another claim on this GPU has the same step.
-    """
-
     tag, shown, doing, cleanup = "lock_clocks", "locked clocks", "the locking of clocks", "clocks"
     remedy = SetPowerLimit.remedy
 
@@ -193,7 +177,6 @@ class LockClocks(SettingStep):
 
     @property
     def text(self) -> str:
-        """The limit, for people."""
         return f"{self.domain} clock {self.least_mhz} to {self.most_mhz} MHz"
 
     @property
@@ -210,14 +193,12 @@ class LockClocks(SettingStep):
 
 
 Limit = SetPowerLimit | LockClocks
-"""The steps that make a GPU slower for a claim (`power`)."""
+"""These make a GPU slower for a claim (`power`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunMps(KeptStep):
-    """Runs the MPS control daemon of a device. Undo: stops the daemon, unless another claim uses it. A reboot does not
-    remove the directory of the daemon.
-    """
+    """A reboot does not remove the daemon's directory."""
 
     tag, shown, doing, cleanup = "run_mps", "MPS daemon", "the MPS daemon start", "mps"
     remedy = (
@@ -256,11 +237,7 @@ class RunMps(KeptStep):
 
 @dataclass(frozen=True, slots=True)
 class CreateMig(KeptStep):
-    """Creates the MIG device with this profile and placement, unless this plugin has already created it.
-
-    Undo: destroys the device, unless another claim uses it. If no instance is left and this plugin enabled MIG
-    mode, also disables MIG mode.
-    """
+    """Undo: destroys the device, and disables MIG mode if no instance is left and this plugin enabled it."""
 
     tag, shown, doing, cleanup = "create_mig", "MIG device", "the MIG device creation", "mig-device"
     remedy = "gpu-dra-driver retries when the GPU is free"
@@ -275,12 +252,10 @@ class CreateMig(KeptStep):
 
     @property
     def slot(self) -> tuple[int, int]:
-        """Like `GpuInstance.slot`."""
         return (self.profile_id, self.placement.start)
 
     @property
     def gpu(self) -> GpuAddress:
-        """The GPU."""
         return GpuAddress(self.gpu_uuid, self.pci_bus_id)
 
     @property
@@ -304,7 +279,7 @@ class CreateMig(KeptStep):
 
 @dataclass(frozen=True, slots=True)
 class LeaveMigMode(AnyStep):
-    """Disables MIG mode so that the GPU can be used whole. Undo: nothing."""
+    """Lets the GPU be used whole. Undo: nothing."""
 
     tag, shown, doing = "leave_mig_mode", "MIG mode", "the MIG mode change"
 
@@ -313,7 +288,6 @@ class LeaveMigMode(AnyStep):
 
     @property
     def gpu(self) -> GpuAddress:
-        """The GPU."""
         return GpuAddress(self.gpu_uuid, self.pci_bus_id)
 
     @property
@@ -323,10 +297,7 @@ class LeaveMigMode(AnyStep):
 
 @dataclass(frozen=True, slots=True)
 class BindVfio(KeptStep):
-    """Binds the functions of a GPU's card to a vfio driver, so that a virtual machine can get the card.
-
-    Undo: restores the earlier drivers, unless a virtual machine still uses the card.
-    """
+    """Undo: restores the earlier drivers, unless a virtual machine still uses the card."""
 
     tag, shown, doing, cleanup = "bind_vfio", "vfio", "the vfio binding", "vfio"
     remedy = "gpu-dra-driver retries"
@@ -361,10 +332,9 @@ MaintenancePolicy = Literal["Wait", "Refuse"]
 
 @dataclass(frozen=True, slots=True)
 class StartMaintenance(AnyStep):
-    """Takes GPUs out of service: once no other claim uses them, closes NVML in every process of this plugin on the
-    node, for at most `timeout_s` seconds. `policy` says whether Prepare waits for the other claims or fails.
-
-    While the claim's record exists, the GPUs' devices are not published. Undo: allows NVML to be opened again.
+    """Once no other claim uses the GPUs, closes NVML in every process of this plugin on the node, for at most
+    `timeout_s`. `policy`: Prepare waits for the other claims, or fails. While the record exists, the GPUs are
+    not published.
     """
 
     tag, shown, doing = "start_maintenance", "maintenance", "the NVML shutdown for maintenance"
@@ -379,17 +349,11 @@ class StartMaintenance(AnyStep):
 
 
 EVERY_METADATA_VERSION = ("v1beta1", "v1alpha1")
-"""All format versions of device metadata, newest first."""
+"""Newest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteDeviceMetadata(FileStep):
-    """Writes the files that list the claim's devices for its containers, in these format versions, newest
-    first.
-
-    Undo: removes the files.
-    """
-
     tag, shown, doing = "write_device_metadata", "device metadata", "the writing of device metadata"
 
     versions: tuple[str, ...]
@@ -397,19 +361,18 @@ class WriteDeviceMetadata(FileStep):
 
 @dataclass(frozen=True, slots=True)
 class WriteCdiSpec(FileStep):
-    """Writes the claim's CDI spec file. Undo: removes it."""
+    """Writes the claim's CDI spec."""
 
     tag, shown, doing = "write_cdi_spec", "CDI spec", "the writing of the CDI spec"
 
 
 LedgerStep = CreateMig | SetTimeSlice | SetPowerLimit | LockClocks | RunMps | BindVfio
-"""The steps that ledgers have, in the order in which a Prepare does them."""
+"""In the order of a Prepare."""
 Step = StartMaintenance | LeaveMigMode | LedgerStep | WriteDeviceMetadata | WriteCdiSpec
-"""All steps, in the order in which a Prepare does them."""
+"""In the order of a Prepare."""
 STEPS: tuple[type[Step], ...] = get_args(Step)
 LEDGER_STEPS: tuple[type[LedgerStep], ...] = get_args(LedgerStep)
 
 
 def maintenance_of(steps: Iterable[Step]) -> StartMaintenance | None:
-    """Return the step that takes GPUs out of service; None if the claim is not a maintenance claim."""
     return next((step for step in steps if isinstance(step, StartMaintenance)), None)

@@ -1,4 +1,4 @@
-"""Kubernetes quantities: parsing, comparing and formatting them as the API server does."""
+"""Kubernetes quantities, as the API server parses and formats them; texts with numbers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ _FACTORS = {
 
 @lru_cache(maxsize=1024)  # slices and claims repeat a few quantities
 def parse_quantity(text: str) -> Fraction:
-    """Return the exact value of a quantity: `81559Mi`, `1.5G`, `500m`, `2e3`.
-
-    Raises: InvalidConfigError if the text is not a quantity.
-    """
+    """Return the exact value of `81559Mi`, `1.5G`, `500m` or `2e3`. Raises: InvalidConfigError."""
     match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None:
         raise InvalidConfigError(
@@ -46,13 +43,13 @@ def parse_quantity(text: str) -> Fraction:
 
 
 def quantity_bytes(text: str) -> int:
-    """Return a quantity as an integer, rounded up as the API server does. Raises: InvalidConfigError."""
+    """Return an integer, rounded up as the API server does. Raises: InvalidConfigError."""
     value = parse_quantity(text)
     return -(-value.numerator // value.denominator)
 
 
 def same_quantity(one: object, other: object) -> bool:
-    """Whether two quantities have the same value, for example "1Gi" and "1024Mi"."""
+    """Whether the values are equal: "1Gi" and "1024Mi"."""
     if one == other:
         return True
     try:
@@ -62,23 +59,22 @@ def same_quantity(one: object, other: object) -> bool:
 
 
 def counted(number: int, one: str, several: str | None = None) -> str:
-    """Return `1 slice` or `2 slices`; `several` is an irregular plural, such as `libraries`."""
+    """Return `1 slice` or `2 slices`; `several` is an irregular plural."""
     return f"{number} {one if number == 1 else several or f'{one}s'}"
 
 
 def first_of(items: Sequence[str]) -> str:
-    """Return `a` for one item, `a +2` for three, and an empty text for none."""
+    """Return `a` for one item, `a +2` for three."""
     return f"{items[0]} +{len(items) - 1}" if len(items) > 1 else "".join(items)
 
 
 def named(items: Sequence[str], most: int = 4) -> str:
-    """Return the first few items, and how many more there are."""
     more = len(items) - most
     return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def format_bytes(value: int | Fraction) -> str:
-    """Return the canonical form of a binary quantity: 85520809984 becomes `81559Mi`, 10 stays `10`.
+    """Return the canonical binary form: 85520809984 becomes `81559Mi`.
 
     The API server uses the decimal form for values between -1024 and 1024 and for fractions.
     """
@@ -93,9 +89,8 @@ def format_bytes(value: int | Fraction) -> str:
 
 
 def format_decimal(value: int | Fraction) -> str:
-    """Return the canonical form of a decimal quantity: 1000 becomes `1k`, 0.5 becomes `500m`.
-
-    Fractions of 1n, the smallest unit, are rounded away from zero.
+    """Return the canonical decimal form: 0.5 becomes `500m`. Fractions of 1n, the smallest unit, are rounded
+    away from zero.
     """
     nanos = Fraction(value) * 10**9
     number = abs(nanos.numerator) // nanos.denominator + (nanos.denominator != 1)

@@ -1,5 +1,4 @@
-"""MPS control daemons: one for each GPU or MIG device, or for all GPUs of a request, run by a separate small process.
+"""MPS control daemons: one for each GPU or MIG device, or for all GPUs of a request.
 
-`host_supervisor` is that process, the MPS host; `host_files` are the files that it exchanges with the plugin. Control
-daemons keep running if the host or the plugin exits.
+The MPS host (`host_supervisor`), a separate process, runs them, and exchanges files with the plugin (`host_files`).
 """

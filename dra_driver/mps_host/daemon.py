@@ -1,20 +1,18 @@
-"""One control daemon: starts it, keeps it running, stops it. Every step can be repeated after a failure at
-any point.
+"""One control daemon: starts it, keeps it running, stops it. Every step can be repeated after a crash.
 
 | Step of a start | A crash after it leaves | The next host | A stop |
 |---|---|---|---|
-| record, with the compute modes of all GPUs | a record | continues, and keeps the modes | removes it |
+| record, with the compute modes of all GPUs | a record | keeps the modes | removes it |
 | GPUs exclusive, in parallel | some GPUs exclusive | makes the other GPUs exclusive | restores exclusive GPUs |
 | directories, tmpfs | the directories too | continues | removes them too |
 | daemon started | everything | finds it by its pipe directory, and sets the limits | stops it |
-| limits set | everything | the same | stops it |
 
-| Step of a stop | A crash after it leaves | The next host, if the daemon is still unwanted |
-|---|---|---|
-| processes stopped | directories, modes | continues |
-| compute modes restored, in parallel | some GPUs exclusive | restores these GPUs |
-| directories removed | the record | removes it |
-| record removed | the status | removes it |
+| Step of a stop | A crash after it leaves (the next host continues) |
+|---|---|
+| processes stopped | directories, modes |
+| compute modes restored, in parallel | some GPUs exclusive |
+| directories removed | the record |
+| record removed | the status |
 """
 
 from __future__ import annotations
@@ -69,10 +67,7 @@ _STOP_AGAIN_S = 2.0
 
 @dataclass(frozen=True)
 class HostTools:
-    """The settings and tools that all daemons of a host share.
-
-    `make_capability_nodes` creates a device node for each MIG device, or raises RetryableError.
-    """
+    """`make_capability_nodes` creates MIG device nodes, or raises RetryableError."""
 
     layout: MpsLayout
     programs: FindPrograms
@@ -85,12 +80,11 @@ class HostTools:
 
     @cached_property
     def records(self) -> DaemonRecords:
-        """The records of all daemons."""
         return DaemonRecords(self.layout)
 
 
 class Daemon:
-    """The daemon of one device. Only one call runs at a time, and the others wait; reading `status` never waits."""
+    """Only one call runs at a time; reading `status` never waits."""
 
     def __init__(
         self,
@@ -100,14 +94,14 @@ class Daemon:
         recovered: bool = False,
         refuse: Callable[[], None] = lambda: None,
     ) -> None:
-        """`recovered` is for a daemon that existed before this process: a failure then removes nothing.
+        """If `recovered`, the daemon existed before this process, and a failure removes nothing.
+
         `refuse` raises RetryableError while the daemon must not start.
         """
         self._tools = tools
         self._refuse = refuse
         self._record = record
         self._process: ProcessId | None = None
-        """The last control daemon that this process started or found."""
         self._established = recovered
         self._lock = threading.Lock()
         self.directories = tools.layout.directories(record.spec.device)
@@ -117,9 +111,8 @@ class Daemon:
         self._backoff = Backoff(tools.timings.first_backoff, tools.timings.longest_backoff)
         self._retry_at = 0.0
         self.ending = False
-        """Whether the daemon is being stopped. A stop cannot be cancelled."""
+        """A stop cannot be cancelled."""
         self.gone = False
-        """Whether the daemon was stopped; the object is then no longer used."""
         self._unanswered = 0
         self._check_gpus_at = 0.0
         self._without_mode: set[str] = set(record.spec.gpu_uuids) if record.spec.kind == "mig" else set()
@@ -134,9 +127,9 @@ class Daemon:
     # --- what callers want ---------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Start the daemon if necessary, or continues a stop. Never raises; `status` shows failures.
+        """Start the daemon if necessary, or continue a stop. Never raises; `status` shows failures.
 
-        A failed first start is undone. Later failures undo nothing, because clients may use the daemon.
+        Undoes only a failed first start: after it, clients may use the daemon.
         """
         with self._lock:
             if self.gone or self._tools.closing.is_set():
@@ -172,7 +165,7 @@ class Daemon:
                 self._failed(error)
 
     def needs_attention(self, now: float) -> bool:
-        """Whether `keep` has work to do now. Also notices a daemon that has exited."""
+        """Whether `keep` has work to do. Also notices a daemon that has exited."""
         if self.gone or now < self._retry_at or self._lock.locked():
             return False
         if self.status.state not in ("ready", "fault"):
@@ -182,10 +175,9 @@ class Daemon:
         return False
 
     def probe(self, users: Collection[int] = ()) -> None:
-        """Query which servers are in FAULT and the number of clients, keeps the GPUs exclusive, and truncates logs.
-        Never raises.
+        """Query faults and clients, keep the GPUs exclusive, and truncate logs. Never raises.
 
-        `users` are the user IDs of the processes that use the daemon's pipe directory.
+        `users` are the user IDs of the clients.
         """
         before = self.status
         if before.state not in ("ready", "fault") or before.pid is None:
@@ -206,7 +198,6 @@ class Daemon:
     # --- up ------------------------------------------------------------------------------------
 
     def _bring_up(self) -> None:
-        """Start or adopt the daemon; undo a failed first start. Raises: DraDriverError, StartCancelledError."""
         try:
             self._start_or_adopt(time.monotonic() + self._tools.timings.start)
         except DraDriverError:
@@ -251,7 +242,6 @@ class Daemon:
         )
 
     def _find_running(self) -> ProcessId | None:
-        """Return the running daemon: the last one of this process, or one that an earlier MPS host started."""
         if self._process is not None and processes.is_alive(self._process):
             return self._process
         users = processes.users_of(self.directories.pipe)
@@ -279,11 +269,10 @@ class Daemon:
             tools.labels.label(shared)
 
     def _make_gpus_exclusive(self, *, again: bool = False) -> None:
-        """Make each GPU exclusive to MPS. Writes the record, with the earlier modes, before it changes the first one.
+        """Record the earlier modes, then make each GPU exclusive to MPS.
 
-        `again` is for a running daemon: a GPU reset or driver reload sets the default mode, which is then corrected;
-        any other mode was set on purpose and is kept. With `again`, a GPU that does not respond does not affect the
-        others.
+        `again` is for a running daemon: corrects the default mode, which a GPU reset or driver reload sets, and keeps
+        any other mode, which someone set on purpose.
         """
         tools, spec = self._tools, self._record.spec
         self._check_gpus_at = time.monotonic() + tools.timings.exclusive
@@ -312,9 +301,6 @@ class Daemon:
             raise problem
 
     def _make_gpus_exclusive_in_time(self, deadline: float) -> None:
-        """Like `_make_gpus_exclusive`. Also raises RetryableError if the deadline passes before the daemon can be
-        started.
-        """
         began = time.monotonic()
         self._make_gpus_exclusive()
         now = time.monotonic()
@@ -328,10 +314,7 @@ class Daemon:
             )
 
     def _where_supported(self, ask: Callable[[str], T], gpu_uuid: str) -> T | None:
-        """Return the result of the call; None if the GPU has no compute mode, which is logged once.
-
-        Without a compute mode, programs on the GPU can bypass MPS. Raises: RetryableError.
-        """
+        """Return None if the GPU has no compute mode, so that programs can bypass MPS."""
         try:
             return ask(gpu_uuid)
         except NotSupportedError as error:
@@ -341,9 +324,6 @@ class Daemon:
             return None
 
     def _keep_gpus_exclusive(self) -> None:
-        """Like `_make_gpus_exclusive` for a running daemon. Never raises: the daemon keeps running, and the next check
-        retries.
-        """
         try:
             self._make_gpus_exclusive(again=True)
         except NvmlDetachedError:
@@ -353,9 +333,7 @@ class Daemon:
             _log.warning("compute_mode_not_set", device=self._record.spec.device, error=str(error))
 
     def _clear_pipes(self) -> None:
-        """Stop the servers of a dead daemon, and remove files that would make a new daemon believe that the dead
-        one is alive.
-        """
+        """Stop the servers of a dead daemon, and remove files with which it would seem alive."""
         processes.end(processes.users_of(self.directories.pipe), self._tools.timings.patience)
         _clear_directory(Path(self.directories.pipe))
 
@@ -383,10 +361,7 @@ class Daemon:
         self._record = DaemonRecord(spec)
 
     def _restore_gpus(self) -> None:
-        """Restores the compute modes. A GPU that does not respond does not affect the others.
-
-        Raises: the first error, after trying all GPUs.
-        """
+        """Restore the modes. Raises: the first error, after trying all GPUs."""
         mode, before = self._tools.compute_mode, self._record.modes_before
 
         def put_back(uuid: str) -> None:
@@ -401,7 +376,6 @@ class Daemon:
     # --- state ---------------------------------------------------------------------------------
 
     def _is_up(self) -> bool:
-        """Whether a daemon that became ready is still running."""
         process = self._process
         return self.status.state in ("ready", "fault") and process is not None and processes.is_alive(process)
 
@@ -424,9 +398,7 @@ class Daemon:
         _log.warning("mps_daemon_failed", device=self.status.device, error=str(error))
 
     def _probed(self, problem: str | None, clients: int | None, users: Collection[int]) -> None:
-        """Show FAULT while there is a problem. Does not restart the daemon, because clients may still be running,
-        and MPS recovers by itself.
-        """
+        """Show FAULT, without a restart: clients may still be running, and MPS recovers by itself."""
         if problem and self.status.problem != problem:
             _log.warning("mps_fault", device=self.status.device, problem=problem)
         if problem != self.status.problem:
@@ -446,9 +418,9 @@ class Daemon:
 def _on_each(
     action: Callable[[str], T], gpu_uuids: Iterable[str]
 ) -> tuple[dict[str, T], BaseException | None]:
-    """Return the action's result for each GPU on which it succeeds, and the first error.
+    """Return results by GPU, and the first error.
 
-    Runs on all GPUs in parallel: without persistence mode nvidia-smi takes seconds for each GPU.
+    Runs in parallel: without persistence mode nvidia-smi takes seconds.
     """
     uuids = list(gpu_uuids)
     futures = run_in_parallel([partial(action, uuid) for uuid in uuids], _GPUS_AT_ONCE)
@@ -479,7 +451,6 @@ def remove_directory(tools: HostTools, device: str) -> None:
 
 
 def _clear_directory(path: Path) -> None:
-    """Remove the content of a directory. Raises: RetryableError."""
     try:
         for entry in path.iterdir():
             if entry.is_dir() and not entry.is_symlink():

@@ -21,7 +21,7 @@ _BY_NAME = {name: mode for mode, name in _NAMES.items()}
 _TIMEOUT_S = 30.0
 """Without persistence mode the first call initialises the GPU, which takes seconds."""
 _OTHER_S = 5.0
-"""How long a call waits for an nvidia-smi process that an earlier MPS host started."""
+"""How long to wait for an nvidia-smi process of an earlier MPS host."""
 _DRIVER_NOT_LOADED = 9
 _ABSENT = (
     "no devices were found",
@@ -36,14 +36,13 @@ _NOT_SET = ("unable to set", "treating as warning")
 
 
 class ComputeMode:
-    """Reads and sets compute modes with the NVIDIA driver's nvidia-smi, as NVML's numbers: 0 default, 2
-    prohibited, 3 exclusive to one process.
+    """Reads and sets compute modes with nvidia-smi, as NVML's numbers: 0 default, 2 prohibited, 3 exclusive to one
+    process.
 
-    nvidia-smi opens NVML, so it runs only within `using_nvml`, which raises NvmlDetachedError while NVML must
-    stay closed.
+    nvidia-smi opens NVML, so it runs only within `using_nvml`. Each nvidia-smi process holds the lock of its GPU in the
+    file `locks`, even after the MPS host is killed, so that the next host does not interfere.
 
-    Each nvidia-smi process holds the lock of its GPU in the file `locks`, even after the MPS host is killed. So the
-    next MPS host does not read or set a mode that an older nvidia-smi process is about to change.
+    Raises: NotSupportedError if the GPU has no compute mode, RetryableError for other failures.
     """
 
     def __init__(
@@ -57,11 +56,8 @@ class ComputeMode:
         self._locks = locks
 
     def get(self, gpu_uuid: str) -> int | None:
-        """Return the mode; None if the GPU or the NVIDIA driver is gone.
-
-        Raises: NotSupportedError if the GPU has no compute mode, RetryableError for other failures.
-        """
-        action = f"cannot read the compute mode of {gpu_uuid}"
+        """Return the mode; None if the GPU or the NVIDIA driver is gone."""
+        action = f"read the compute mode of {gpu_uuid}"
         code, text = self._run(action, gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
         name = text.splitlines()[-1].strip().upper() if text else ""
         if code == 0 and name in _BY_NAME:
@@ -71,10 +67,7 @@ class ComputeMode:
         raise _problem(action, code, text, is_unsupported=code == 0 and name in _NO_SETTING)
 
     def set(self, gpu_uuid: str, mode: int) -> None:
-        """Set the mode and read it back. Raises: NotSupportedError if the GPU does not support it; RetryableError,
-        including if the mode did not change.
-        """
-        action = f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}"
+        action = f"set the compute mode of {gpu_uuid} to {_NAMES[mode]}"
         code, text = self._run(action, gpu_uuid, "-c", _NAMES[mode])
         lowered = text.lower()
         if code != 0 or any(part in lowered for part in (_NOT_SUPPORTED, *_NOT_SET)):

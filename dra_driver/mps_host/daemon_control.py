@@ -1,6 +1,4 @@
-"""The NVIDIA driver's `nvidia-cuda-mps-control`, which runs as the daemon of a device, and as a client that sends
-commands to the daemon.
-"""
+"""NVIDIA's `nvidia-cuda-mps-control`, as the daemon of a device, and as a client that queries the daemon."""
 
 from __future__ import annotations
 
@@ -30,11 +28,11 @@ _UUIDS = {"gpu": re.compile(r"GPU-[0-9A-Fa-f-]{1,64}"), "mig": re.compile(r"MIG-
 _SIZE = re.compile(r"(?<!\d)(\d{1,18})(?!\d)\s*([KMGT]?)(?:i?B)?")
 _MIB = {"": 1 / 1048576, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1048576}
 CONTROL_SOCKET = "control"
-"""A daemon creates this socket in its pipe directory just before it can respond. R470 and R535 create no pid file."""
+"""A daemon creates this socket just before it can respond. R470 and R535 create no pid file."""
 OUTPUT = "host.out"
 LOGS = ("control.log", OUTPUT)
 MULTI_USER = "-multiuser-server"
-"""An option of the MPS control program from R555 on; older programs have no equivalent."""
+"""From R555 on."""
 
 ALWAYS_ANSWERED = "get_default_active_thread_percentage"
 
@@ -52,9 +50,7 @@ _CUDA_ENDS: Mapping[int, str] = {
     244: "CUDA error 500, not found: CUDA's library libcuda.so.1 is missing; install the NVIDIA driver package "
     "that contains it, or set the driver root to where the NVIDIA driver is installed",
 }
-"""Exit codes of control daemons from R580 on. They initialise CUDA first; if that fails, they print nothing and exit
-with the CUDA error modulo 256. Older daemons exit with 1.
-"""
+"""Exit codes of control daemons from R580 on: if CUDA fails, they print nothing and exit with its error modulo 256."""
 
 _NO_SOCKET = (
     "it has not created its socket; from R580 on it initialises CUDA first, which takes seconds for each "
@@ -78,9 +74,8 @@ class Timings:
     """Durations in seconds. `patience` is how long a process may take to exit after `quit`, and again after SIGTERM.
     `start` includes CUDA's initialisation.
 
-    The intervals are `look` for reading the wanted daemons, `idle` for the same while no daemon exists, `tick` for
-    checking the daemons' processes, `probe` for querying servers and clients, `sign` for touching `host.alive`,
-    `exclusive` (a minimum) for checking compute modes.
+    Intervals: `look` for reading the wanted daemons, `idle` for the same while no daemon exists, `tick` for checking
+    processes, `probe` for queries, `sign` for touching `host.alive`, `exclusive` for checking compute modes.
     """
 
     start: float = 20.0
@@ -102,14 +97,12 @@ class BusyError(RetryableError):
 
 
 class StartCancelledError(Exception):
-    """Not a failure: the daemon is no longer wanted, or this process is exiting, and the next one continues the
-    start.
-    """
+    """Not a failure: the daemon is no longer wanted, or the next process continues the start."""
 
 
 @dataclass(eq=False)
 class DaemonControl:
-    """The daemon of one device: starts, queries and stops it. `closing` is set when this process exits."""
+    """`closing` is set when this process exits."""
 
     find: FindPrograms
     spec: MpsDaemonSpec
@@ -121,10 +114,7 @@ class DaemonControl:
         self._turn = threading.Lock()
 
     def start(self) -> ProcessId:
-        """Start the daemon as a foreground process in a new session.
-
-        Raises: RetryableError; StateError like `spawn`.
-        """
+        """Start the daemon as a foreground process. Raises: RetryableError; StateError like `spawn`."""
         programs = self.find()
         arguments = [programs.path(CONTROL_PROGRAM), "-f"]
         if self.spec.multi_user and os.geteuid() == 0:
@@ -173,7 +163,7 @@ class DaemonControl:
         raise StartCancelledError("the MPS host is being stopped")
 
     def apply_limits(self) -> None:
-        """Set and verifies the default limits. Raises: PermanentError if the daemon reports a different value."""
+        """Set and verify the default limits. Raises: PermanentError."""
         for setter, getter, wanted in limit_commands(self.spec):
             lines = self.query(setter, getter)
             if not lines or not is_answer(wanted, lines[-1]):
@@ -183,7 +173,7 @@ class DaemonControl:
                 )
 
     def query_servers(self) -> tuple[str | None, int]:
-        """Return (the servers' fault or None, the number of clients of all servers). Raises: RetryableError."""
+        """Return (the servers' fault or None, the number of clients). Raises: RetryableError."""
         faulty, clients = [], 0
         for server in filter(str.isdigit, self.query("get_server_list")):
             if "FAULT" in " ".join(self.query(f"get_server_status {server}")).upper():
@@ -197,11 +187,7 @@ class DaemonControl:
         )
 
     def query(self, *commands: str, timeout_s: float | None = None) -> list[str]:
-        """Return the daemon's answer, as lines. Serialise our queries, and retry while the daemon serves
-        another program.
-
-        Raises: the errors of `query_once`.
-        """
+        """Like `query_once`, but retry while the daemon serves another program."""
         deadline = time.monotonic() + (self.timings.answer if timeout_s is None else timeout_s)
         if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise BusyError(f"the MPS daemon of {self.spec.device} is still answering another query")
@@ -219,9 +205,8 @@ class DaemonControl:
     def query_once(self, *questions: str, timeout_s: float) -> list[str]:
         """Return the daemon's answer, as lines.
 
-        A daemon serves one program at a time: other programs get no answer, often with exit code 0. So the last query
-        is one that always gets an answer. Raises: BusyError if that answer is missing, RetryableError if there is no
-        daemon or it does not respond.
+        A daemon serves one program at a time; others get no answer, often with exit code 0. So the last query is one
+        that always gets an answer. Raises: BusyError if it is missing, RetryableError if no daemon responds.
         """
         asked = (*questions, ALWAYS_ANSWERED)
         lines = self._pass(asked, timeout_s)
@@ -230,11 +215,9 @@ class DaemonControl:
         return lines[:-1]
 
     def stop_processes(self, started: ProcessId | None) -> None:
-        """Stop the control daemon and its servers: first with `quit`, then by signal. Can be repeated.
+        """Stop the daemon and its servers: first with `quit`, then by signal. Can be repeated.
 
-        `started` is the last daemon that was started. `users_of` does not find it while the kernel still loads its
-        program, which takes longer on a busy node. Raises: RetryableError; StateError if this process can open no
-        files now.
+        `users_of` does not find `started` while the kernel loads its program. Raises: RetryableError, StateError.
         """
         patience_s = self.timings.patience
 
@@ -292,12 +275,11 @@ class DaemonControl:
 
 @cache
 def _log_one_user(uid: int) -> None:
-    """Log this once, not at each start of a daemon."""
     _log.warning("mps_serves_one_user", uid=uid, reason="multi-user mode needs root")
 
 
 def status_text(code: int | None) -> str:
-    """Return how a control daemon exited, with the remedy if its exit code is a CUDA error."""
+    """Return how a control daemon exited, with the remedy for a CUDA error."""
     if code is None:  # an earlier MPS host started the daemon
         return "an unknown exit status"
     cause = _CUDA_ENDS.get(code)
@@ -307,10 +289,7 @@ def status_text(code: int | None) -> str:
 
 
 def log_tail(directories: MpsDirectories) -> str:
-    """Return the last lines of the daemon's log and output in one line; empty if there are none.
-
-    Lines about queries are omitted, because the probes would hide why the daemon exited.
-    """
+    """Return the last lines of log and output, without queries: the probes would hide why the daemon exited."""
     parts = []
     for name in LOGS:
         with suppress(OSError), Path(directories.log, name).open("rb") as file:
@@ -323,19 +302,13 @@ def log_tail(directories: MpsDirectories) -> str:
 
 
 def _is_about_query(line: str) -> bool:
-    """Whether a line is about a query or its answer, such as `[2026-11-27 04:42:31.798 Control  6833]
-    Cmd:quit`.
-    """
+    """Whether a line is such as `[2026-11-27 04:42:31.798 Control  6833] Cmd:quit`."""
     text = line.rpartition("] ")[2]
     return text.startswith(_OF_QUESTIONS) or is_number(text)
 
 
 def bound_logs(directories: MpsDirectories) -> None:
-    """Truncate each log that is too large, and keep its end. This works even while a daemon writes to the log.
-
-    Daemons append, so they continue after the end that was kept. A process that does not append leaves a hole in the
-    file, which uses no space and does not count as size.
-    """
+    """Keep only the end of each log that is too large. Daemons append, so they may write at the same time."""
     with suppress(OSError), os.scandir(directories.log) as entries:
         for entry in entries:
             if entry.is_file(follow_symlinks=False):
@@ -345,7 +318,6 @@ def bound_logs(directories: MpsDirectories) -> None:
 
 
 def _keep_end(path: str) -> None:
-    """Raise OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(descriptor, "r+b", buffering=0) as file:
         file.seek(-_KEPT_OF_LOG, os.SEEK_END)
@@ -355,7 +327,7 @@ def _keep_end(path: str) -> None:
 
 
 def check_spec(spec: MpsDaemonSpec) -> None:
-    """Check UUIDs, which become command arguments. Raises: PermanentError if one is invalid."""
+    """Check UUIDs, which become command arguments. Raises: PermanentError."""
     for uuid, kind in {spec.uuid: spec.kind, **dict.fromkeys(spec.gpu_uuids, "gpu")}.items():
         if not _UUIDS[kind].fullmatch(uuid):
             whose = "MIG device" if kind == "mig" else "GPU"
@@ -365,9 +337,8 @@ def check_spec(spec: MpsDaemonSpec) -> None:
 
 
 def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
-    """Return (setter, getter, expected answer) for each default limit of the spec.
-
-    The commands name devices by their number in the daemon, which every NVIDIA driver supports.
+    """Return (setter, getter, expected answer) for each default limit. They name devices by number, as every driver
+    allows.
     """
     commands = []
     percentage = spec.default_active_thread_percentage
@@ -385,7 +356,7 @@ def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
 def is_answer(wanted: str, text: str) -> bool:
     """Whether the getter's output equals the wanted value: `25 %` as `25.0`, `4096 MiB` as `4G` or `4096M`.
 
-    NVIDIA's program rounds sizes down to the displayed unit: 1536 MiB is shown as `1G`.
+    NVIDIA's program rounds down to the displayed unit: 1536 MiB is shown as `1G`.
     """
     number, unit = wanted.split()
     if unit == "%":
@@ -395,5 +366,4 @@ def is_answer(wanted: str, text: str) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a plain decimal number."""
     return re.fullmatch(r"\d+(\.\d+)?", text) is not None

@@ -1,7 +1,4 @@
-"""The files that a daemon and its clients share: a tmpfs that each of them sees at /dev/shm, and SELinux labels.
-
-With SELinux, containers may open only files with the label of container files.
-"""
+"""The files that a daemon and its clients share: a tmpfs that each of them sees at /dev/shm, and SELinux labels."""
 
 from __future__ import annotations
 
@@ -29,10 +26,9 @@ _CLONE_NEWNS = 0x20000
 
 
 class KernelMounter:
-    """Mounts with mount(2), and gives each daemon a mount namespace; needs CAP_SYS_ADMIN.
+    """Mounts with mount(2), and gives each daemon a mount namespace; needs CAP_SYS_ADMIN. Raises: RetryableError.
 
-    `root` contains all shared-memory directories. A daemon's namespace keeps only its own mount; other mounts would
-    keep the memory of stopped daemons.
+    A daemon's namespace keeps only its own mount below `root`: others would keep the memory of stopped daemons.
     """
 
     def __init__(self, root: Path, labels: SelinuxLabels) -> None:
@@ -41,10 +37,6 @@ class KernelMounter:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def mount(self, path: Path) -> None:
-        """Mounts a tmpfs on `path`, unless one is mounted, with the kernel's default size, half of the host's memory.
-
-        Raises: RetryableError.
-        """
         if is_tmpfs(path):
             return
         options = "mode=1777"
@@ -57,15 +49,12 @@ class KernelMounter:
             raise _failed(f"mount a tmpfs on {path}")
 
     def unmount(self, path: Path) -> None:
-        """Undoes `mount`; does nothing if nothing is mounted. Raises: RetryableError."""
         while is_tmpfs(path):
             if self._libc.umount2(os.fsencode(path), _DETACH):
                 raise _failed(f"unmount {path}")
 
     def within(self, path: Path, action: Callable[[], T]) -> T:
-        """Run the action, and the processes that it spawns, with `path` mounted at /dev/shm. Raises:
-        RetryableError.
-        """
+        """Run the action, and processes that it spawns, with `path` mounted at /dev/shm."""
         # Only the thread that enters the namespace moves to it, so a separate thread does this, and ends afterwards.
         with ThreadPoolExecutor(1, "mps-namespace") as own_thread:
             try:
@@ -99,7 +88,7 @@ class KernelMounter:
 
 
 class MountsWherePossible(KernelMounter):
-    """Mounts if the kernel allows it; if not, logs this once, and clients and daemon do not share a tmpfs."""
+    """Where the kernel does not allow mounts, clients and daemon do not share a tmpfs."""
 
     _logged = False
 
@@ -116,7 +105,6 @@ class MountsWherePossible(KernelMounter):
 
 
 def is_tmpfs(path: Path) -> bool:
-    """Whether a file system is mounted on the directory."""
     try:
         return path.lstat().st_dev != path.parent.lstat().st_dev
     except OSError:
@@ -124,7 +112,7 @@ def is_tmpfs(path: Path) -> bool:
 
 
 def _mounts_below(root: str) -> list[bytes]:
-    """Return the mount points below `root` in the calling thread's namespace, the most recent first."""
+    """Return the most recent first, in the calling thread's namespace."""
     lines = Path("/proc/thread-self/mountinfo").read_bytes().splitlines()
     points = (line.split()[4].decode("unicode_escape").encode("latin-1") for line in lines)
     prefix = os.fsencode(root) + b"/"
@@ -140,19 +128,13 @@ def _failed(action: str) -> RetryableError:
 
 
 CONTAINER_FILE = "system_u:object_r:container_file_t:s0"
-"""A label for files that every container can access, whatever its categories. Files inherit the label from their
-directory.
-"""
+"""A label for files that every container can access; files inherit it from their directory."""
 
 _ATTRIBUTE = "security.selinux"
 
 
 def has_selinux(filesystems: Path = Path("/proc/filesystems")) -> bool:
-    """Whether SELinux is on in this kernel, enforcing or not.
-
-    Reads the same file as libselinux, because /sys/fs/selinux is not mounted in containers, not even in privileged
-    ones.
-    """
+    """Whether SELinux is on, enforcing or not. Containers have no /sys/fs/selinux, not even privileged ones."""
     try:
         return "selinuxfs" in filesystems.read_text().split()
     except OSError:
@@ -171,13 +153,10 @@ class SelinuxLabels:
 
     @property
     def mount_option(self) -> str | None:
-        """The mount option that labels a whole file system."""
         return f'context="{CONTAINER_FILE}"' if self._enabled else None
 
     def label(self, path: Path) -> None:
-        """Labels the file or directory. A failure is logged once and ignored, because clients still work if SELinux
-        is permissive or the administrator has installed a policy.
-        """
+        """Label, or log why not: clients still work if SELinux is permissive or has a policy for this."""
         if not self._enabled or _has_label(path):
             return
         try:
@@ -186,14 +165,12 @@ class SelinuxLabels:
             self.failed(f"cannot label {path}: {error.strerror or error}")
 
     def failed(self, reason: str) -> None:
-        """Log, once, that a label could not be set."""
         if not self._logged:
             _log.warning("mps_not_labelled", label=CONTAINER_FILE, reason=reason)
         self._logged = True
 
 
 def _has_label(path: Path) -> bool:
-    """Whether the file has the label. If a file system is mounted with a label, all its files have it."""
     try:
         return os.getxattr(path, _ATTRIBUTE).rstrip(b"\0") == CONTAINER_FILE.encode()
     except OSError:

@@ -1,4 +1,7 @@
-"""Processes identified by PID and start time, so that no signal reaches a later process with the same PID."""
+"""Processes identified by PID and start time, so that no signal reaches a later process with the same PID.
+
+Functions raise StateError if this process can open no files now.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +36,13 @@ class ProcessId:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Return the process that currently has this PID; None if there is none or it is a zombie. Raises: StateError if
-    this process can open no files now.
-    """
+    """Return the process with this PID; None if there is none or it is a zombie."""
     state, start_time = _stat(pid)
     return None if state in _GONE else ProcessId(pid, start_time)
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether exactly this process is running. True if that is unknown, so that nothing is undone under it."""
+    """Whether exactly this process runs. True if unknown, so that nothing is undone under it."""
     try:
         return identify(process.pid) == process
     except StateError:
@@ -49,10 +50,10 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ProcessId:
-    """Start a program in a new session, with output appended to a file. The program outlives this process.
+    """Start a program in a new session; it outlives this process, and appends to the file `output`.
 
-    Uses posix_spawn, so that the child gets the mount namespace of the calling thread. Raises: OSError; StateError if
-    the program runs, but this process can open no files now. `users_of` finds such a program later.
+    posix_spawn gives the child the mount namespace of the calling thread. Raises: OSError; StateError although the
+    program runs.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     pid = os.posix_spawn(
@@ -72,10 +73,7 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path
 
 
 def reap(pid: int) -> int | None:
-    """Return the exit code of a child that has exited, negative after a signal.
-
-    None if the process is running, is not a child, or was reaped before.
-    """
+    """Return the exit code of a child, negative after a signal; None if unknown."""
     with suppress(ChildProcessError):
         ended, status = os.waitpid(pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if ended else None
@@ -83,9 +81,7 @@ def reap(pid: int) -> int | None:
 
 
 def send_signal(process: ProcessId, number: signal.Signals) -> None:
-    """Send a signal to exactly this process; does nothing if it has exited. Raises: StateError if this process can
-    open no files now.
-    """
+    """Send a signal to exactly this process, if it still runs."""
     try:
         handle = os.pidfd_open(process.pid)
     except OSError as error:
@@ -101,9 +97,7 @@ def send_signal(process: ProcessId, number: signal.Signals) -> None:
 
 
 def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[ProcessId, ...]:
-    """Wait until all processes have exited, and return those that have not exited in time. Reaps children of this
-    process. Raises: the errors of `identify`.
-    """
+    """Wait, reaping children, and return the processes that remain."""
     deadline, left = time.monotonic() + timeout_s, tuple(processes)
     while True:
         for process in left:
@@ -115,9 +109,7 @@ def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[Process
 
 
 def end(processes: Collection[ProcessId], patience_s: float) -> None:
-    """Send SIGTERM, and SIGKILL to processes that have not exited after `patience_s` seconds. Raises: the errors of
-    `send_signal`.
-    """
+    """Send SIGTERM, and SIGKILL after `patience_s` seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             send_signal(process, number)
@@ -127,11 +119,9 @@ def end(processes: Collection[ProcessId], patience_s: float) -> None:
 
 
 def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
-    """Return the control daemon and the servers of a pipe directory, oldest first.
+    """Return the control daemon and the servers of a pipe directory, oldest first, without clients and queries.
 
-    The processes are found by their environment, even after a crash of the host or of the daemon. Clients do not
-    count, nor do the short-lived programs that query a daemon. Raises: StateError if this process can open no files
-    now.
+    They are found by their environment.
     """
     found = [
         identity
@@ -147,8 +137,7 @@ def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
 def users_by_directory(pipe_directories: Iterable[str]) -> dict[str, set[int]]:
     """Return the user IDs of the clients of each pipe directory.
 
-    A client is a process whose environment names the directory by a path in its container's file system. The control
-    daemon and the servers do not count. Raises: StateError if this process can open no files now.
+    A client's environment names the directory by a path in its container.
     """
     wanted = {}
     for directory in pipe_directories:
@@ -170,16 +159,13 @@ def users_by_directory(pipe_directories: Iterable[str]) -> dict[str, set[int]]:
 
 
 def is_control_daemon(process: ProcessId, pipe_directory: str) -> bool:
-    """Whether exactly this process is a control daemon of the pipe directory."""
     pid = process.pid
     is_daemon = _mps_program(pid) == "control" and _variable(pid, PIPE_VARIABLE) == pipe_directory
     return is_daemon and is_alive(process)
 
 
 def _mps_program(pid: int) -> Literal["control", "server"] | None:
-    """Return which MPS program the process is, or is about to run from a script; None for other programs and for
-    queries to a daemon.
-    """
+    """Return which MPS program the process is, or is about to run from a script; queries do not count."""
     arguments = _read(f"{_PROC}/{pid}/cmdline").split(b"\0")
     names = {argument.rpartition(b"/")[2] for argument in arguments}
     if b"nvidia-cuda-mps-server" in names:
@@ -189,14 +175,12 @@ def _mps_program(pid: int) -> Literal["control", "server"] | None:
 
 
 def _variable(pid: int, name: str) -> str | None:
-    """Return an environment variable with which the process was started."""
     prefix = f"{name}=".encode()
     entries = _read(f"{_PROC}/{pid}/environ").split(b"\0")
     return next((os.fsdecode(entry[len(prefix) :]) for entry in entries if entry.startswith(prefix)), None)
 
 
 def _user(pid: int) -> int | None:
-    """Return the effective user ID of a process."""
     for line in _read(f"{_PROC}/{pid}/status").splitlines():
         if line.startswith(b"Uid:"):
             return int(line.split()[2])
@@ -204,7 +188,6 @@ def _user(pid: int) -> int | None:
 
 
 def _file(path: str) -> tuple[int, int]:
-    """Return device and inode, which identify a file. Raises: OSError."""
     found = os.stat(path)  # noqa: PTH116
     return found.st_dev, found.st_ino
 
@@ -218,7 +201,7 @@ def _pids() -> Iterator[int]:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return (state letter, start time); ("X", 0) if there is no such process."""
+    """Return (state letter, start time); ("X", 0) if there is no process."""
     _, _, tail = _read(f"{_PROC}/{pid}/stat").rpartition(b")")
     parts = tail.split()
     if len(parts) <= _START_TIME_FIELD:

@@ -6,37 +6,28 @@
 | `host.status/<device>.json` | the host | the state of the daemon |
 | `<device>.json`, a directory | the host | the daemon's record and files (`daemon`) |
 | `host.lock` | the host, which locks it while it runs | the format version of these files |
-| `host.modes` | no one: it is empty | each nvidia-smi process of the host locks one byte for its GPU |
+| `host.modes` | no one | each nvidia-smi process of the host locks one byte for its GPU |
 | `host.alive` | the host, every ten seconds | nothing; its time shows that all status files are current |
 
-A daemon should run while its file is in `host.wanted`. The host starts and stops daemons accordingly, and retries
-failures with a backoff. For a start, the plugin waits until the status is `ready` or shows a problem; for a stop,
-until both the status and the host's record are gone.
+For a start, the plugin waits until the status is `ready` or shows a problem; for a stop, until both the status and the
+host's record are gone.
 
     not wanted ──file written──▶ starting ──▶ ready ──file removed──▶ stopped ──▶ no record, no status
 
-The host never changes the `host.wanted` files. If the host cannot read or list these files, for example because they
-are from another release, it keeps running daemons and starts none. An empty directory would stop all daemons, so
-the host creates the directory only if no daemon exists.
+If the host cannot read or list the `host.wanted` files, it keeps running daemons and starts none. An empty directory
+would stop all daemons, so the host creates the directory only if no daemon exists.
 
-A file may be created or removed while the host is checking, so each side writes first and checks afterwards. To stop
-a daemon, the host withdraws `ready`, checks that the daemon is still unwanted, then stops it; the plugin writes the
-wanted file, and only then relies on `ready`. To start a daemon, the host writes its record, then cancels the start if
-the daemon is no longer wanted; the plugin removes the wanted file, then checks for the record.
+A file may change while the host is checking, so each side writes first and checks afterwards. To stop a daemon, the
+host withdraws `ready`, checks that the daemon is still unwanted, then stops it; the plugin writes the wanted file, and
+only then relies on `ready`. To start a daemon, the host writes its record, then cancels the start if the daemon is no
+longer wanted; the plugin removes the wanted file, then checks for the record.
 
 | Event | Result |
 |---|---|
 | the host dies | daemons keep running; the next host adopts them, and applies the wanted files |
-| the plugin dies before it writes or removes a file | nothing changes; its ledger has the step or its undo |
-| the plugin dies after that | the host continues; the plugin's next call waits until the host is done |
 | a stop while no host runs | the next host stops the daemon; the GPU is withheld until then |
-| a stop while the daemon starts | the start is cancelled and undone |
-| wanted again while it stops | the host completes the stop, then starts the daemon |
-| wanted with a different spec | the host stops it first; the plugin refuses while a claim needs the daemon |
+| wanted again, or with a different spec | the host completes the stop, then starts the daemon |
 | a start fails | the host undoes it, reports the problem, and retries while the file exists |
-| full disk | no daemon can start; daemons can still be stopped |
-| reboot | the host starts the wanted daemons again |
-| host with another format | it keeps its daemons; the plugin requests none, and reports this |
 | the host's record is lost | the host stops the daemon and restores the GPU, by the spec in the status |
 """
 
@@ -89,11 +80,10 @@ _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 SUFFIX = ".json"
 LONGEST_SOCKET = 106
-"""The longest socket path, in bytes, with which NVIDIA's control daemons start: one less than the kernel's limit."""
+"""In bytes; NVIDIA's control daemons need one less than the kernel's limit."""
 LONGEST_SOCKET_NAME = "control_privileged"
-"""The longest name of a control daemon's sockets in its pipe directory."""
 _PLAIN_CHARACTERS = 12
-"""The longest device name used as a directory name. The longest known kubelet root (MicroK8s) leaves room for 13."""
+"""The longest device name used as a directory name: the longest known kubelet root (MicroK8s) leaves room for 13."""
 _POLL_S = 0.015
 _SILENT_S = 30.0
 """Three times the interval at which the host touches `host.alive`."""
@@ -107,7 +97,7 @@ _REPLACE = (
 SPEC = Codec(MpsDaemonSpec)
 _STATUS = Codec(MpsDaemonStatus, since=required(Kind(NUMBER.read, int)))
 FORMAT = 1
-"""The format number of the files below. Plugin and host write to each other, so each reads only this number."""
+"""Plugin and host write to each other, so each reads only this number."""
 LOCK_FILE: FileFormat[None] = FileFormat(
     "lock file", lambda _document: None, lambda _nothing: {}, FORMAT, FORMAT
 )
@@ -128,11 +118,10 @@ class NoMpsHostError(RetryableError):
 
 
 class MpsHostFiles:
-    """The plugin's access to the files, for many threads and processes.
+    """The plugin's access to the files, for many threads and processes. Raises: StateError.
 
-    `wait_s` is how long to wait for a host that is restarting, `is_expected` whether the node's configuration
-    requires a host. `sees_daemons` returns whether this process sees the MPS daemons; a process in another PID
-    namespace knows them only from the status files.
+    `wait_s` is for a host that is restarting. `is_expected`: the configuration requires a host. `sees_daemons` returns
+    False in another PID namespace, where only the status files show the daemons.
     """
 
     def __init__(
@@ -156,8 +145,7 @@ class MpsHostFiles:
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float = 20.0) -> MpsDaemonStatus:
         """Start the daemon if necessary, wait until it is ready or in FAULT, and return its status.
 
-        Raises: PermanentError if the request cannot be satisfied, RetryableError if the daemon failed or was
-        not ready in time, NoMpsHostError, StateError.
+        Raises: PermanentError if the request cannot be satisfied, NoMpsHostError, RetryableError.
         """
         check_spec(spec)
         self._layout.refuse_long_path(spec.device)
@@ -175,11 +163,10 @@ class MpsHostFiles:
             self._pause(deadline, "start", spec.device, timeout_s, status)
 
     def stop(self, device: str, timeout_s: float = 20.0) -> None:
-        """Stop the device's daemon, and wait until its processes have exited and its GPUs have their earlier
-        compute modes. Does nothing if there is no daemon.
+        """Stop the device's daemon, if any, and wait until its processes have exited and its GPUs have their earlier
+        modes.
 
-        Raises: NoMpsHostError if a daemon exists but no host runs (the next host then stops the daemon);
-        RetryableError, StateError.
+        Raises: NoMpsHostError if no host runs (the next host then stops the daemon); RetryableError.
         """
         layout, deadline = self._layout, time.monotonic() + timeout_s
         before = self._statuses.get(device)
@@ -205,13 +192,12 @@ class MpsHostFiles:
             self._pause(deadline, "stop", device, timeout_s, status)
 
     def statuses(self) -> tuple[MpsDaemonStatus, ...]:
-        """Return the status of each daemon of the node, sorted by name; none if no host runs. Raises: StateError."""
+        """Return the status of each daemon, sorted by name; none if no host runs."""
         if not is_locked(self._layout.lock) or not self._layout.statuses.is_dir():
             return ()
         return tuple(self._statuses.all().values())
 
     def runs(self, spec: MpsDaemonSpec) -> bool:
-        """Whether a daemon with this spec is ready and wanted. Raises: StateError."""
         status = self._statuses.get(spec.device)
         is_ready = (
             status is not None and (status.spec, status.state) == (spec, "ready") and self._serves(status)
@@ -219,7 +205,7 @@ class MpsHostFiles:
         return is_ready and self._wanted.get(spec.device) == spec
 
     def unseen(self) -> list[str]:
-        """Return the devices whose daemon is missing, unwanted, or differs from the wanted one. Raises: StateError."""
+        """Return the devices whose daemon differs from the wanted one."""
         wanted, found = self._wanted.all(), self._statuses.all()
         return sorted(
             device
@@ -228,10 +214,9 @@ class MpsHostFiles:
         )
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return the problem of each daemon that has one, and of a host that is needed but has been missing, silent or
-        incompatible for 30 s.
+        """Return problems of daemons, and of a needed host that has been missing, silent or incompatible for 30 s.
 
-        Compares with earlier calls, so it must be called every few seconds. Raises: StateError.
+        Must be called every few seconds.
         """
         found = []
         reason = self._host_trouble()
@@ -247,9 +232,7 @@ class MpsHostFiles:
         return found
 
     def _host_trouble(self) -> str | None:
-        """Return the host's problem if it has lasted for 30 s. The problem clears only when the host touches
-        `host.alive` again.
-        """
+        """Return a problem that has lasted for 30 s. It ends only when the host touches `host.alive` again."""
         reason, sign = self.host_problem(), stamp_or_none(self._layout.alive)
         last, at = self._alive
         if reason is None and sign not in (None, last):
@@ -265,14 +248,9 @@ class MpsHostFiles:
         )
 
     def _is_needed(self) -> bool:
-        """Whether the configuration requires a host, or a claim has, had or recently requested a daemon.
-
-        The kubelet retries a failed Prepare every 60 to 90 seconds while the pod exists.
-        """
         return self._is_expected or self._clock() - self._missed_at < _ASKED_AGAIN_S or self.is_in_use()
 
     def is_in_use(self) -> bool:
-        """Whether any daemon has a wanted file or a status file."""
         return any(
             is_dns_label(path.name.removesuffix(SUFFIX))
             for directory in (self._layout.wanted_directory, self._layout.statuses)
@@ -280,7 +258,7 @@ class MpsHostFiles:
         )
 
     def host_problem(self) -> str | None:
-        """Return why no daemon can be requested. Raises: StateError."""
+        """Return why no daemon can be requested."""
         if not is_locked(self._layout.lock):
             enable = f"enable it: {helm_set('mps.enabled=true')}"
             return f"the MPS host is not running on this node; if MPS is enabled, {_SEE_PODS}, otherwise {enable}"
@@ -293,14 +271,12 @@ class MpsHostFiles:
         return f"the MPS host on this node is from a different release than gpu-dra-driver; {_REPLACE}"
 
     def is_starting(self) -> bool:
-        """Whether a host is running that has not yet adopted all daemons. Raises: StateError."""
+        """Whether a host is running that has not yet adopted all daemons."""
         return is_locked(self._layout.lock) and not read_or_none(self._layout.lock)
 
     def _want(self, spec: MpsDaemonSpec) -> None:
-        """Request the daemon from the host.
-
-        Raises: PermanentError if other claims use this daemon with different settings, or still use the device that
-        had this name before; StateError.
+        """Raise PermanentError if other claims use this daemon with different settings, or the device that had this
+        name before.
         """
         device = spec.device
         found, status = self._wanted.get(device), self._statuses.get(device)
@@ -315,7 +291,7 @@ class MpsHostFiles:
             self._wanted.write(device, spec, durable=False, whole=True)
 
     def _refusal(self, device: str) -> str | None:
-        """Return why the start of a wanted daemon failed; None while the host may still start it."""
+        """Return why a start failed; None while the host may still start the daemon."""
         status = self._statuses.get(device)
         if status is None or status.state != "failed" or self._layout.record(device).exists():
             return None
@@ -353,7 +329,6 @@ class MpsHostFiles:
 
 
 def _of_daemon(device: str, problem: str) -> str:
-    """Return a sentence about a daemon that does not work, which names the daemon once."""
     if problem.startswith(f"the MPS daemon of {device} "):
         return f"T{problem[1:]}"
     return f"The MPS daemon of {device} does not work: {problem}"
@@ -362,12 +337,10 @@ def _of_daemon(device: str, problem: str) -> str:
 def wanted_files(
     layout: MpsLayout, tell: Callable[[UnreadableFile], None] = lambda _file: None
 ) -> JsonStore[MpsDaemonSpec]:
-    """Return the wanted daemons by device, read at each call."""
     return _files(layout.wanted_directory, WANTED_FILE, tell)
 
 
 def status_files(layout: MpsLayout) -> JsonStore[MpsDaemonStatus]:
-    """Return the host's status reports by device, read at each call."""
     return _files(layout.statuses, STATUS_FILE, lambda _file: None)
 
 
@@ -380,46 +353,35 @@ def _files(directory: Path, kind: FileFormat[T], tell: Callable[[UnreadableFile]
 
 @dataclass(frozen=True, slots=True)
 class MpsLayout:
-    """Paths of the MPS files: `<root>/<device>.json` is a daemon's record; `directory(device)` has `pipe`,
-    `log` and `shm`.
-
-    A device name contains no dot, so a device's directory never has the name of a host file.
-    """
+    """Device names contain no dot, so a device's directory never has the name of a host file."""
 
     root: Path
 
     @property
     def lock(self) -> Path:
-        """Locked by the single host process of this directory; contains the format version of the files."""
         return self.root / "host.lock"
 
     @property
     def modes(self) -> Path:
-        """An empty file. A process that reads or sets a GPU's compute mode locks that GPU's byte of the file."""
         return self.root / "host.modes"
 
     @property
     def alive(self) -> Path:
-        """Empty; the host updates this file's time while it runs and can write its status files."""
         return self.root / "host.alive"
 
     @property
     def libraries(self) -> Path:
-        """Links to the NVIDIA driver's libraries, if they are not in the loader's default directories."""
         return self.root / "host.lib"
 
     @property
     def wanted_directory(self) -> Path:
-        """The directory of wanted daemons."""
         return self.root / "host.wanted"
 
     @property
     def statuses(self) -> Path:
-        """The directory of status files."""
         return self.root / "host.status"
 
     def wanted(self, device: str) -> Path:
-        """Return the file that requests the daemon."""
         return self.wanted_directory / f"{_checked(device)}{SUFFIX}"
 
     def is_unwanted(self, device: str) -> bool:
@@ -433,18 +395,15 @@ class MpsLayout:
         return False
 
     def status(self, device: str) -> Path:
-        """Return the status file of the daemon."""
         return self.statuses / f"{_checked(device)}{SUFFIX}"
 
     def record(self, device: str) -> Path:
-        """Return the record of the daemon."""
         return self.root / f"{_checked(device)}{SUFFIX}"
 
     def directory(self, device: str) -> Path:
         """Return the directory with the daemon's files, which exists as long as the daemon.
 
-        Its name is the device name if that is short, like a GPU's; otherwise `gpu_` and a hash of the device name. So
-        its length is limited, and it never equals another device name, because device names have no `_`.
+        A long device name becomes `gpu_` and a hash, because socket paths are limited; no device name has a `_`.
         """
         name = _checked(device)
         if len(name) > _PLAIN_CHARACTERS:
@@ -453,7 +412,7 @@ class MpsLayout:
         return self.root / name
 
     def refuse_long_path(self, device: str) -> None:
-        """Raise PermanentError if the path of a socket is too long for NVIDIA's control daemon."""
+        """Raise PermanentError if a socket's path is too long for NVIDIA's control daemon."""
         path = f"{self.directories(device).pipe}/{LONGEST_SOCKET_NAME}"
         excess = len(os.fsencode(path)) - LONGEST_SOCKET
         if excess > 0:
@@ -464,12 +423,10 @@ class MpsLayout:
             )
 
     def directories(self, device: str) -> MpsDirectories:
-        """Return the directories that clients need."""
         top = self.directory(device)
         return MpsDirectories(pipe=str(top / "pipe"), log=str(top / "log"), shm=str(top / "shm"))
 
     def has_traces(self, device: str) -> bool:
-        """Whether a daemon, or a record or status of one, still exists for the device."""
         return (
             self.record(device).exists()
             or self.status(device).exists()
@@ -478,7 +435,6 @@ class MpsLayout:
 
 
 def mps_layout(plugin_directory: Path) -> MpsLayout:
-    """Return the layout below the plugin's own directory."""
     return MpsLayout(plugin_directory / "mps")
 
 
@@ -490,7 +446,7 @@ def _checked(device: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DaemonRecord:
-    """The host's record of a daemon. `modes_before` has the compute modes to restore, by GPU UUID."""
+    """`modes_before` has the compute modes to restore, by GPU UUID."""
 
     spec: MpsDaemonSpec
     modes_before: Mapping[str, int] = field(default_factory=dict)
@@ -501,7 +457,7 @@ RECORD_FILE = FileFormat("MPS record", _RECORD.decode, _RECORD.encode)
 
 
 class DaemonRecords(JsonStore[DaemonRecord]):
-    """The record files of one layout, by device; only the host of the layout writes them."""
+    """The record files by device; only the host writes them. Raises: StateError."""
 
     def __init__(self, layout: MpsLayout) -> None:
         tell = log_unreadable(
@@ -516,8 +472,8 @@ class DaemonRecords(JsonStore[DaemonRecord]):
         self._layout = layout
 
     def refuse_newer(self, device: str) -> None:
-        """Raise StateError if a newer release wrote the record, which may have settings to restore that this release
-        does not know.
+        """Raise StateError if a newer release wrote the record: it may have settings to restore that this one does not
+        know.
         """
         self.get(device)
         found = self.newer().get(device)
@@ -525,14 +481,10 @@ class DaemonRecords(JsonStore[DaemonRecord]):
             raise StateError(f"{found.newer}, or remove {self.path(device)}")
 
     def save(self, record: DaemonRecord) -> None:
-        """Replace the record, synced to disk. Raises: StateError."""
         self.write(record.spec.device, record, durable=True, whole=True)
 
     def forget(self, device: str) -> None:
-        """Remove the record; does nothing if there is none. Raises: StateError.
-
-        Unreadable records that were set aside are kept.
-        """
+        """Remove the record, but keep unreadable records that were set aside."""
         self.remove(device, durable=False)
         # After a power failure, the removed directories must not come back without the record.
         sync_removals(self.directory)

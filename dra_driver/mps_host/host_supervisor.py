@@ -1,6 +1,4 @@
-"""The MPS host: starts and stops the control daemons that the plugin requests on a node, and reports their status
-(`host_files`).
-"""
+"""The MPS host: starts and stops the control daemons that the plugin requests, and reports their status."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ _LOCK_S = 1.0
 
 
 class Supervisor:
-    """Manages the daemons of one directory; starts and stops daemons of different devices in parallel."""
+    """Daemons of different devices start and stop in parallel."""
 
     def __init__(self, tools: HostTools) -> None:
         self._tools = tools
@@ -55,16 +53,14 @@ class Supervisor:
         self._daemons: dict[str, Daemon] = {}
         self._published: dict[str, MpsDaemonStatus] = {}
         self._list_failure: str | None = None
-        """Why the wanted daemons cannot be listed."""
         self._is_written = True
-        """Whether the last check could write every status."""
         self._publishing = threading.Lock()
         self._workers: dict[str, threading.Thread] = {}
         self._watch: threading.Thread | None = None
         self._held = ExitStack()
 
     def open(self) -> None:
-        """Adopts existing daemons and starts monitoring.
+        """Adopt existing daemons and start monitoring.
 
         Raises: FatalError if another host serves the directory, StateError if the directory cannot be used.
         """
@@ -90,7 +86,7 @@ class Supervisor:
         self._watch.start()
 
     def close(self) -> None:
-        """Stop monitoring. Daemons keep running, and the next host process continues unfinished starts."""
+        """Daemons keep running, and the next host process continues unfinished starts."""
         self._tools.closing.set()
         if self._watch is not None:
             self._watch.join()
@@ -99,7 +95,6 @@ class Supervisor:
         self._held.close()
 
     def status(self) -> tuple[MpsDaemonStatus, ...]:
-        """Return the status of all daemons: first the adopted ones, then the others in the order of their requests."""
         return tuple(daemon.status for daemon in [*self._daemons.values()] if not daemon.gone)
 
     def _take_over(self) -> None:
@@ -126,9 +121,7 @@ class Supervisor:
             self._publish(device)
 
     def _specs(self, devices: Iterable[str]) -> Iterable[MpsDaemonSpec]:
-        """Return the specs of these daemons, and of all daemons with a wanted file or status file, as far as they
-        are known without the host's records.
-        """
+        """Include all daemons that wanted and status files name."""
         found = {device: MpsDaemonSpec(device, "", "mig", "") for device in filter(is_dns_label, devices)}
         with suppress(StateError):
             found |= self._wanted.all()
@@ -137,14 +130,12 @@ class Supervisor:
         ).values()
 
     def _has_remains(self, device: str) -> bool:
-        """Whether a directory or process of a daemon is left. A compute mode alone does not count: an administrator
-        may have set it.
-        """
+        """Ignore the compute mode, which an administrator may have set."""
         directory, pipe = self._layout.directory(device), self._layout.directories(device).pipe
         return directory.exists() or bool(processes.users_of(pipe))
 
     def _without_record(self, spec: MpsDaemonSpec) -> Daemon:
-        """Return a daemon whose record is lost; its GPUs get the default compute mode when it stops."""
+        """Return a daemon whose GPUs get the default compute mode when it stops."""
         gpus = spec.gpu_uuids if spec.kind == "gpu" else ()
         modes_of = ", ".join(gpus) or None
         _log.warning("mps_daemon_without_record", device=spec.device, compute_mode_of=modes_of)
@@ -171,7 +162,6 @@ class Supervisor:
             self._tools.closing.wait(timings.look if self._daemons or self._published else timings.idle)
 
     def _look(self) -> None:
-        """Start wanted daemons, and stop daemons that are not wanted or have a different spec."""
         for device, daemon in [*self._daemons.items()]:
             if daemon.gone:
                 del self._daemons[device]
@@ -197,9 +187,7 @@ class Supervisor:
                 self._attend(device, partial(daemon.stop, partial(self._is_over, daemon)))
 
     def _is_over(self, daemon: Daemon) -> bool:
-        """Publish that the daemon no longer serves, then return whether it is still unwanted. Raises:
-        StateError.
-        """
+        """Publish that the daemon no longer serves, then return whether it is still unwanted. Raises: StateError."""
         device = daemon.status.device
         if not self._publish(device):
             with self._publishing:
@@ -215,15 +203,12 @@ class Supervisor:
         self._is_written = all([self._publish(device) for device in {*self._daemons, *self._published}])
 
     def _touch_alive(self) -> None:
-        """Show the plugin that this host is running. Ignores failures, because the plugin then notices that the
-        file's time is old.
-        """
         with suppress(OSError):
             self._layout.alive.touch(mode=0o600)
 
     def _refuse_overlap(self, spec: MpsDaemonSpec) -> None:
-        """Raise RetryableError while an older daemon uses one of the GPUs: the first daemon to stop would restore
-        the GPU's compute mode while the other still needs it.
+        """Raise RetryableError while an older daemon uses one of the GPUs: the first to stop would restore the compute
+        mode that the other still needs.
         """
         for other in self.status():
             if other.device == spec.device:
@@ -239,7 +224,7 @@ class Supervisor:
     # --- what runs -----------------------------------------------------------------------------
 
     def _publish(self, device: str) -> bool:
-        """Update the device's status file. Returns False after a failure, which the next check retries."""
+        """Return False after a failure, which the next check retries."""
         with self._publishing:
             daemon = self._daemons.get(device)
             status = None if daemon is None or daemon.gone else daemon.status
@@ -259,8 +244,6 @@ class Supervisor:
     # --- threads -------------------------------------------------------------------------------
 
     def _attend(self, device: str, act: Callable[[], None]) -> None:
-        """Call `act` in a thread, and then publishes the device's status."""
-
         def attend() -> None:
             act()
             self._publish(device)
@@ -271,7 +254,7 @@ class Supervisor:
         return name in self._workers and self._workers[name].is_alive()
 
     def _work(self, name: str, action: Callable[[], object]) -> None:
-        """Run the action in a new thread, unless the last thread with this name is still running."""
+        """Run the action in a new thread, unless the last one with this name still runs."""
         if self._is_busy(name):
             return
         thread = threading.Thread(target=_logged, args=(action,), name=f"mps-{name}")
@@ -283,11 +266,7 @@ class Supervisor:
 
 
 def _free(path: Path, is_right: Callable[[Path], bool]) -> None:
-    """Set aside a file of the wrong type that occupies the path of a file or directory of this host, because it
-    would block all devices.
-
-    Raises: StateError.
-    """
+    """Set aside a file of the wrong type that would block all devices. Raises: StateError."""
     if os.path.lexists(path) and (path.is_symlink() or not is_right(path)):
         kept = set_aside(path, "file of the MPS host")
         _log.warning("mps_file_set_aside", path=str(path), kept_as=str(kept))

@@ -66,22 +66,18 @@ _REMEDIES = {
     pynvml.NVML_ERROR_RESET_REQUIRED: f"the GPU has to be reset; {reset()}",
 }
 ANSWERS_WITHIN_S = 15.0
-"""The limit for one call. A GPU without persistence mode is initialised first, which takes seconds."""
+"""A GPU without persistence mode is initialised first, which takes seconds."""
 NOT_ANSWERED = "it did not answer in time"
 _ALL_ANSWER_WITHIN_S = 0.5
-"""How long to wait for all GPUs at once, which switches threads less often than a wait for each GPU."""
 _OTHERS_ANSWER_WITHIN_S = 1.0
-"""The limit for further calls after one GPU has not answered. A hanging call may block all other calls of the
-process, and eight GPUs should not take eight times as long.
-"""
+"""The limit after one GPU has not answered: a hanging call may block all other calls of the process."""
 
 
 _ERRORS = (pynvml.NVMLError, *filter(None, (getattr(pynvml, "NVMLLibraryMismatchError", None),)))
-"""The errors of the binding. The second one means that the library is too old for a call."""
+"""The second one means that the library is too old for a call."""
 
 
 def translated(error: Exception, action: str) -> DraDriverError:
-    """Return our error for an error of the binding; `action` describes the attempt and its object."""
     if not isinstance(error, pynvml.NVMLError):
         return NotSupportedError(f"cannot {action}: {error}")
     code = error.value
@@ -116,9 +112,8 @@ def nvml_errors(action: str) -> Iterator[None]:
 
 @contextmanager
 def best_effort(failed: Callable[[Exception], object]) -> Iterator[None]:
-    """Suppresses errors and passes them to `failed`.
-
-    Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read after these.
+    """Suppress errors and pass them to `failed`, except DeviceLostError and NvmlUnavailableError: nothing else can be
+    read then.
     """
     try:
         yield
@@ -129,15 +124,11 @@ def best_effort(failed: Callable[[Exception], object]) -> Iterator[None]:
 
 
 def collected(faults: list[DiscoveryFault], subject: str) -> AbstractContextManager[None]:
-    """Suppresses errors and adds them to the subject's faults. Raises: the errors of `best_effort`."""
     return best_effort(lambda error: faults.append(DiscoveryFault(subject, str(error))))
 
 
 def supported(call: Callable[..., T], *args: object) -> T | None:
-    """Return the call's result, or None if the GPU or driver lacks the feature.
-
-    Raises: the other errors of `nvml_errors`.
-    """
+    """Return None if the GPU or driver lacks the feature. Raises: the errors of `nvml_errors`."""
     # Without `nvml_errors`, whose generator would cost as much as a short call.
     try:
         return call(*args)
@@ -153,10 +144,7 @@ def supported(call: Callable[..., T], *args: object) -> T | None:
 def query(
     call: Callable[..., T], *args: object, failed: Callable[[Exception], object] = lambda _error: None
 ) -> T | None:
-    """Return the call's result; None if it is not supported or fails. Errors are passed to `failed`.
-
-    Raises: the errors of `best_effort`.
-    """
+    """Return None if the call is not supported or fails. Raises: the errors of `best_effort`."""
     with best_effort(failed):
         return supported(call, *args)
     return None
@@ -165,9 +153,8 @@ def query(
 class GpuWalk:
     """Calls NVML for GPUs by their NVML index in a separate thread. Only one caller may use it at a time.
 
-    If a call for a GPU does not return in time, the thread is abandoned, and the GPU is not called again
-    until its call has returned. So each GPU has at most one outstanding call. The `session` is not closed
-    during a call; None means that the caller keeps it open.
+    If a call does not return in time, the thread is abandoned, and the GPU is not called again until then. Without a
+    `session`, the caller keeps NVML open.
     """
 
     def __init__(self, session: NvmlSession | None = None) -> None:
@@ -203,7 +190,6 @@ class GpuWalk:
         return answers
 
     def _begun(self, indexes: Sequence[int], read: Callable[[int], T]) -> dict[int, Future[T]]:
-        """Start a thread that reads the GPUs in this order, and exits at the first cancelled call."""
         calls: dict[int, Future[T]] = {index: Future() for index in indexes}
 
         def run() -> None:

@@ -1,7 +1,7 @@
 """What keeps a GPU or MIG device in use: its processes, and persistence mode.
 
-In persistence mode the NVIDIA driver keeps a GPU open even if no process uses it. No other driver can bind the GPU
-until persistence mode is off.
+In persistence mode the NVIDIA driver keeps a GPU open, so no other driver can bind it. NVML shows only processes in
+this process's PID namespace or below it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ _MAX_NAMED = 8
 
 
 def read_processes(uuid: str) -> Mapping[int, str]:
-    """Return the processes on a GPU or MIG device by ID, such as `process 4711 (python3)`, without MPS
-    servers.
+    """Return the processes by ID, such as `process 4711 (python3)`, without MPS servers.
 
-    NVML shows only processes in this process's PID namespace or below it; a list that NVML refuses counts as
-    empty. Raises: DeviceLostError if the device does not answer or is gone; NvmlUnavailableError;
-    RetryableError if a list fails for another reason.
+    A list that NVML refuses counts as empty. Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
     """
     found = read_gpu_processes(uuid, gpu_handle(uuid, None))
     return {
@@ -48,11 +45,6 @@ def read_processes(uuid: str) -> Mapping[int, str]:
 
 
 def read_gpu_processes(uuid: str, handle: Handle) -> Sequence[GpuProcess]:
-    """Return the processes on a GPU or MIG device sorted by ID, without duplicates, including MPS servers.
-
-    NVML shows only processes in this process's PID namespace or below it. Raises: the errors of
-    `read_processes`.
-    """
     found = {int(entry.pid): entry for versions in PROCESS_LISTS for entry in listed(handle, uuid, versions)}
     return [_process(pid, entry) for pid, entry in sorted(found.items())]
 
@@ -69,7 +61,6 @@ def _process(pid: int, entry: Any) -> GpuProcess:
 
 
 def process_name(pid: int) -> str:
-    """Return a process's name from NVML as one short line; empty if unknown."""
     try:
         name = pynvml.nvmlSystemGetProcessName(pid)
     except (pynvml.NVMLError, ValueError):
@@ -79,14 +70,11 @@ def process_name(pid: int) -> str:
 
 
 def process_text(pid: int, name: str) -> str:
-    """Return `process 4711 (python3)`, or `process 4711` if the name is empty. Unusual characters are quoted, because
-    the program in the pod chooses the name.
-    """
+    """Quote unusual characters, because the program in the pod chooses the name."""
     return f"process {pid} ({quoted(name)})" if name else f"process {pid}"
 
 
 def listed(handle: Handle, uuid: str, versions: Sequence[str]) -> Sequence[Any]:
-    """List one kind of process with the newest function that the NVIDIA driver has."""
     for name in versions:
         try:
             with nvml_errors(f"list the processes on {uuid}"):
@@ -102,10 +90,6 @@ def listed(handle: Handle, uuid: str, versions: Sequence[str]) -> Sequence[Any]:
 
 
 def holders_of(handles: Iterable[Handle]) -> list[str]:
-    """Return the processes that NVML shows on GPUs or MIG devices, as `process 4711 (python3)` sorted by ID.
-
-    Processes that NVML cannot list are missing.
-    """
     pids: set[int] = set()
     for handle in handles:
         for versions in PROCESS_LISTS:
@@ -115,9 +99,6 @@ def holders_of(handles: Iterable[Handle]) -> list[str]:
 
 
 def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) -> DeviceBusyError:
-    """Return the error for an action that failed because `holders` use `subject`; without known holders, it
-    recommends `look_at`.
-    """
     if not holders:
         return DeviceBusyError(
             f"cannot {action}: {subject} is in use, but NVML shows no process on it; a monitor such as DCGM or "
@@ -138,11 +119,10 @@ class PersistenceModes:
     """
 
     def __init__(self, operation: Callable[[], AbstractContextManager[object]]) -> None:
-        """`operation` waits for NVML and keeps it initialised; it is reentrant."""
         self._operation = operation
 
     def get(self, gpu_uuid: str, pci_bus_id: str | None) -> bool | None:
-        """Whether persistence mode is on; None if the GPU does not support it."""
+        """Return None if the GPU does not support it."""
         with self._operation():
             mode = supported(pynvml.nvmlDeviceGetPersistenceMode, gpu_handle(gpu_uuid, pci_bus_id))
         return None if mode is None else bool(mode)

@@ -58,8 +58,6 @@ _SUMMARIES: Mapping[int, FabricState] = {2: "broken", 3: "limited"}
 
 
 class _Queries:
-    """Runs the queries of one poll and records which of them failed."""
-
     def __init__(self) -> None:
         self.failed: set[str] = set()
         self.wants_reset = False
@@ -67,14 +65,9 @@ class _Queries:
 
     @property
     def answered(self) -> bool:
-        """See `PolledHealth.answered`."""
         return self.has_succeeded or not self._has_failed
 
     def query(self, name: str, call: Callable[..., T], *args: object) -> T | None:
-        """Return the value; None if it is not supported or the query failed. Raises: the errors of
-        `best_effort`.
-        """
-
         def failed(error: Exception) -> None:
             self.failed.add(name)
             self.wants_reset |= getattr(error.__cause__, "value", None) == pynvml.NVML_ERROR_RESET_REQUIRED
@@ -82,7 +75,7 @@ class _Queries:
         return query_nvml(call, *args, failed=failed)
 
     def query_gpu(self, name: str, call: Callable[..., T], *args: object) -> T | None:
-        """Like `query`, for a query that needs the GPU itself, so that a value proves that the GPU is alive."""
+        """Run a query that needs the GPU itself, so that a value proves that the GPU is alive."""
         value = self.query(name, call, *args)
         self.has_succeeded |= value is not None
         self._has_failed |= name in self.failed
@@ -90,13 +83,10 @@ class _Queries:
 
 
 def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | None = None) -> PolledHealth:
-    """Return all health signals of one GPU; `handle` is optional and must be of this session.
+    """Return all health signals of one GPU; `handle` must be of this session.
 
-    With an earlier poll in `before`, signals that rarely change are not queried. The repair signals (`_RARE_REPAIRS`)
-    and the NVLinks are copied from `before`; the other rare signals are None.
-
-    Raises: DeviceLostError if the GPU fell off the bus; NvmlUnavailableError; RetryableError if it cannot be
-    found for another reason.
+    With an earlier poll in `before`, its repair signals (`_RARE_REPAIRS`) and NVLinks are copied instead of queried;
+    the other rare signals are None. Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
     """
     handle = gpu_handle(uuid, None) if handle is None else handle
     queries = _Queries()
@@ -142,7 +132,6 @@ def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | 
 
 
 def _rare(queries: _Queries, handle: Handle, *, is_working: bool) -> dict[str, Any]:
-    """Return the signals that rarely change."""
     nvlinks = queries.query("nvlinks", _nvlinks, handle)
     errors = (
         queries.query("nvlink_errors", _nvlink_errors, handle, nvlinks.up) if nvlinks and nvlinks.up else None
@@ -167,10 +156,9 @@ def _accepts_work(queries: _Queries) -> bool | None:
 
 
 def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int, int], str]:
-    """Return the UUIDs of the MIG devices of a GPU by GPU instance and compute instance; `handle` as in
-    `read_health`.
+    """Return the UUIDs of the MIG devices of a GPU by GPU instance and compute instance.
 
-    Raises: DeviceLostError, NvmlUnavailableError, RetryableError if they cannot all be read.
+    Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
     """
     handle = gpu_handle(uuid, None) if handle is None else handle
     count = supported(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
@@ -192,7 +180,6 @@ def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int
 
 
 def _recovery_action(handle: Handle) -> int | None:
-    """Return the recovery action; None if the library does not know the field. Raises: pynvml.NVMLError."""
     (entry,) = pynvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION_FIELD])
     if entry.nvmlReturn == pynvml.NVML_ERROR_INVALID_ARGUMENT:
         return None
@@ -202,7 +189,7 @@ def _recovery_action(handle: Handle) -> int | None:
 
 
 def _nvlinks(handle: Handle) -> NvLinks | None:
-    """Return the state of the NVLinks; None for a GPU without NVLink, or in MIG mode. Raises: DraDriverError."""
+    """Return None for a GPU without NVLink, or in MIG mode."""
     states = link_states(handle)
     if states and not any(states):
         mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
@@ -222,11 +209,7 @@ def _nvlinks(handle: Handle) -> NvLinks | None:
 
 
 def _nvlink_errors(handle: Handle, links: Sequence[int]) -> Mapping[str, int] | None:
-    """Return the error counts by kind, without unsupported kinds. GPUs before Blackwell have one count for all
-    links.
-
-    Raises: pynvml.NVMLError.
-    """
+    """Return the supported error counts. GPUs before Blackwell have one count for all links."""
     wanted = [(kind, (field, link)) for kind, field in _ERRORS_OF_LINK for link in links]
     wanted += [(kind, (field, 0)) for kind, field in _ERRORS_OF_ALL]
     counts: dict[str, int] = {}
@@ -240,7 +223,6 @@ def _nvlink_errors(handle: Handle, links: Sequence[int]) -> Mapping[str, int] | 
 
 
 def _sram_exceeded(handle: Handle) -> bool:
-    """Whether SRAM errors exceed NVIDIA's limit. Raises: pynvml.NVMLError, like the functions below."""
     status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
     status.version = pynvml.nvmlEccSramErrorStatus_v1
     pynvml.nvmlDeviceGetSramEccErrorStatus(handle, byref(status))
@@ -268,11 +250,11 @@ _RARE_REPAIRS: Mapping[str, Callable[[Handle], Any]] = {
     "bank_remap_pending": _bank_remap_pending,
     "repairs_pending": _repairs_pending,
 }
-"""The repair signals that rarely change. They decide whether a health reason set by an event may end."""
+"""They decide whether a health reason set by an event may end."""
 
 
 def _pcie_narrow(handle: Handle) -> bool:
-    """Whether the link has fewer lanes than NVML's maximum, which both the GPU and the machine support."""
+    """Compare with NVML's maximum, which both the GPU and the machine support."""
     lanes, most = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
     return bool(lanes < most)
 

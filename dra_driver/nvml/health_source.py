@@ -37,11 +37,7 @@ _NO_DRIVER = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_L
 
 @dataclass(eq=False)
 class _EventSet:
-    """One of NVML's event sets.
-
-    `members` are the UUIDs of GPUs that are registered in it or about to be; `left` are GPUs that have moved
-    to a newer set, but may still have earlier events in this one.
-    """
+    """`left` are GPUs that have moved to a newer set, but may still have earlier events in this one."""
 
     handle: Any
     number: int
@@ -50,14 +46,11 @@ class _EventSet:
 
 
 class HealthSource:
-    """Waits for NVML's health events, and polls GPUs.
+    """Waits for NVML's health events, and polls GPUs. Methods raise NvmlUnavailableError, RetryableError.
 
-    One thread opens event sets and waits for events. Each GPU has its own thread, which registers and polls
-    it: no call involves two GPUs. NVML cannot remove a GPU from a set, so each change of the monitored GPUs
-    needs a new set. An older set is read until all its GPUs are registered in a newer one.
-
-    A shutdown of the session never interrupts a call. Event sets are freed before the shutdown. Then `set_number`
-    returns None, and `open_events` must be called.
+    One thread opens event sets and waits for events. Each GPU has its own thread, which registers and polls it. NVML
+    cannot remove a GPU from a set, so each change of the monitored GPUs needs a new set. An older set is read until all
+    its GPUs are registered in a newer one. A shutdown of the session frees the event sets.
     """
 
     def __init__(self, session: NvmlSession) -> None:
@@ -74,22 +67,18 @@ class HealthSource:
 
     @property
     def driver_loads(self) -> int:
-        """How often the NVIDIA driver answered again after NVML had reported it as not loaded. May count one reload
-        more than once.
-        """
+        """How often the NVIDIA driver was loaded again. May count one reload more than once."""
         return self._driver_loads + self._session.driver_loads
 
     def change_lasts_s(self) -> float:
-        """See `NvmlSession.change_lasts_s`."""
         return self._session.change_lasts_s()
 
     def driver_version(self) -> str | None:
-        """Return the driver's version. Raises: NvmlUnavailableError."""
         with self._using():
             return supported(pynvml.nvmlSystemGetDriverVersion)
 
     def set_number(self) -> int | None:
-        """Return the number of the newest event set; None if the current session has none."""
+        """Return the number of the newest event set; None if `open_events` must be called."""
         try:
             with self._session.kept_open(), self._guard:
                 return self._sets[-1].number if self._sets else None
@@ -97,9 +86,6 @@ class HealthSource:
             return None
 
     def open_events(self) -> None:
-        """Open a new event set, in which every GPU must be registered. Raises: NvmlUnavailableError,
-        RetryableError.
-        """
         with self._using():
             with nvml_errors("create an event set"):
                 made = _EventSet(pynvml.nvmlEventSetCreate(), next(self._numbers))
@@ -107,11 +93,8 @@ class HealthSource:
                 self._sets.append(made)
 
     def register(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
-        """Register the GPU in the newest event set.
-
-        Earlier events are not delivered unless the GPU was already registered, so the caller must poll the
-        GPU afterwards. Raises: NvmlUnavailableError; DeviceLostError, NotSupportedError, RetryableError if
-        its events are not available.
+        """Register the GPU in the newest event set. The caller must poll it afterwards, because earlier events may be
+        lost.
         """
         with self._using():
             with self._guard:
@@ -134,7 +117,6 @@ class HealthSource:
                         one.left.add(gpu_uuid)
 
     def forget(self, gpu_uuid: str) -> None:
-        """Stop monitoring the GPU."""
         with self._guard:
             self._handles.pop(gpu_uuid, None)
             for one in self._sets:
@@ -143,8 +125,7 @@ class HealthSource:
     def wait(self, timeout_s: float) -> HealthEvent | None:
         """Return the next event, or None if none came in time.
 
-        Raises: DeviceLostError if a GPU was lost, but NVML does not say which one;
-        NvmlUnavailableError, RetryableError.
+        Also raises DeviceLostError if NVML does not say which GPU was lost.
         """
         with self._using():
             with self._guard:
@@ -162,8 +143,9 @@ class HealthSource:
                     return None
 
     def _drain(self, old: _EventSet) -> None:
-        """Take the remaining events from an older set, and frees the set if no GPU needs it. New events may also be
-        in the newer set, so some are delivered twice, but none is lost.
+        """Take the remaining events from an older set, and free the set if no GPU needs it.
+
+        Some events are delivered twice, but none is lost.
         """
         with self._guard:
             is_needed = bool(old.members)
@@ -180,22 +162,19 @@ class HealthSource:
                 pynvml.nvmlEventSetFree(old.handle)
 
     def read(self, gpu_uuid: str, pci_bus_id: str | None, before: PolledHealth | None = None) -> PolledHealth:
-        """See `read_health`. Also raises NvmlUnavailableError while NVML is not initialised."""
         with self._using():
             return read_health(gpu_uuid, self._handle(gpu_uuid, pci_bus_id), before)
 
     def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> Mapping[tuple[int, int], str]:
-        """See `read_instances`."""
         with self._using():
             return read_instances(gpu_uuid, self._handle(gpu_uuid, pci_bus_id))
 
     def close(self) -> None:
-        """Frees the event sets. Must not be called while another call is running."""
+        """Free the event sets. Must not be called while another call is running."""
         with suppress(NvmlUnavailableError), self._session.kept_open():
             self._end_session()
 
     def _end_session(self) -> None:
-        """Frees the event sets, and forgets all handles."""
         with self._guard:
             sets, self._sets = self._sets, []
             self._uuids, self._handles = {}, {}
@@ -216,11 +195,7 @@ class HealthSource:
                 self._driver_loads += 1
 
     def _handle(self, uuid: str, pci_bus_id: str | None) -> Any:
-        """Return the GPU's handle in this session, found by PCI bus ID if known, because a search by UUID
-        waits for every busy GPU.
-
-        Raises: the errors of `gpu_handle`.
-        """
+        """Prefer the PCI bus ID: a search by UUID waits for every busy GPU."""
         known = self._handles.get(uuid)
         if known is None:
             known = self._handles[uuid] = gpu_handle(uuid, pci_bus_id)
@@ -254,7 +229,6 @@ class HealthSource:
 
 
 def _register(uuid: str, handle: Any, event_set: Any) -> None:
-    """Raise DraDriverError."""
     with nvml_errors(f"register events of GPU {uuid}"):
         types = pynvml.nvmlDeviceGetSupportedEventTypes(handle) & _WANTED
         if not types & _XID:

@@ -20,7 +20,7 @@ from dra_driver.nvml.mig_reading import gpu_handle
 
 _REFUSED: Final = {
     pynvml.NVML_ERROR_INVALID_ARGUMENT: "the GPU does not accept this value",
-    pynvml.NVML_ERROR_NO_PERMISSION: "this node may not change it; a virtual machine may lack the right",
+    pynvml.NVML_ERROR_NO_PERMISSION: "NVML denies permission, as it may in a virtual machine",
 }
 _LOCKS: Final[Mapping[ClockDomain, tuple[Callable[..., Any], Callable[..., Any]]]] = {
     "graphics": (pynvml.nvmlDeviceSetGpuLockedClocks, pynvml.nvmlDeviceResetGpuLockedClocks),
@@ -29,35 +29,31 @@ _LOCKS: Final[Mapping[ClockDomain, tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class GpuLimits:
-    """The limits of GPUs. `operation` waits for NVML and keeps it initialised; it is reentrant."""
+    """`operation` waits for NVML and keeps it initialised; it is reentrant."""
 
     def __init__(self, operation: Callable[[], AbstractContextManager[object]]) -> None:
         self._operation = operation
 
     def power_mw(self, gpu_uuid: str) -> int:
-        """Return the power limit that is set, in milliwatts. The enforced one may be lower."""
+        """Return the power limit that is set. The enforced one may be lower."""
         with self._gpu(f"read the power limit of GPU {gpu_uuid}", gpu_uuid) as gpu:
             return int(pynvml.nvmlDeviceGetPowerManagementLimit(gpu))
 
     def power_range_w(self, gpu_uuid: str) -> tuple[int, int]:
-        """Return the lowest and the highest limit in watts."""
         with self._gpu(f"read the power limits of GPU {gpu_uuid}", gpu_uuid) as gpu:
             return whole_watts(pynvml.nvmlDeviceGetPowerManagementLimitConstraints(gpu))
 
     def set_power(self, gpu_uuid: str, milliwatts: int) -> None:
-        """Set the power limit."""
         with self._gpu(f"set the power limit of GPU {gpu_uuid} to {milliwatts / 1000:g} W", gpu_uuid) as gpu:
             # The binding drops the return code of the newer nvmlDeviceSetPowerManagementLimit_v2.
             pynvml.nvmlDeviceSetPowerManagementLimit(gpu, milliwatts)
 
     def lock_clock(self, gpu_uuid: str, domain: ClockDomain, least_mhz: int, most_mhz: int) -> None:
-        """Lock a clock to a range."""
         what = f"lock the {domain} clock of GPU {gpu_uuid} to {least_mhz} to {most_mhz} MHz"
         with self._gpu(what, gpu_uuid) as gpu:
             _LOCKS[domain][0](gpu, least_mhz, most_mhz)
 
     def unlock_clock(self, gpu_uuid: str, domain: ClockDomain) -> None:
-        """Remove the lock of a clock, if there is one."""
         with self._gpu(f"unlock the {domain} clock of GPU {gpu_uuid}", gpu_uuid) as gpu:
             _LOCKS[domain][1](gpu)
 

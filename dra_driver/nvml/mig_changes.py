@@ -66,11 +66,10 @@ _NO_SPACE = "the NVIDIA driver has no free space at that placement"
 
 
 class MigHardware:
-    """The MIG state of the GPUs. Each call makes one query or one change, and ends before NVML can be shut
-    down.
+    """The MIG state of the GPUs.
 
-    Every method looks up its GPU, because a handle does not survive a driver reload. Thread-safe, but the
-    caller must ensure that only one thread changes a GPU at a time.
+    Every method looks up its GPU, because a handle does not survive a driver reload. Thread-safe, but the caller must
+    ensure that only one thread changes a GPU at a time.
 
     All methods raise DeviceLostError if the GPU is gone or replaced, NvmlUnavailableError, NotSupportedError,
     NvmlTransientError if the call may work a moment later (NvmlUnknownOutcomeError if it may have worked),
@@ -82,11 +81,7 @@ class MigHardware:
         operation: Callable[[], AbstractContextManager[object]],
         closed_elsewhere: Callable[[str, str], AbstractContextManager[object]] = lambda *_: nullcontext(),
     ) -> None:
-        """`operation` waits for NVML and keeps it initialised; it is reentrant.
-
-        Inside `closed_elsewhere`, no other process of the plugin has NVML open; its arguments are the UUID of the GPU
-        to change, and a description of the change for messages.
-        """
+        """Inside `closed_elsewhere`, no other process of the plugin has NVML open. `operation` is reentrant."""
         self._operation = operation
         self._closed_elsewhere = closed_elsewhere
         self._profiles = Tables(read_profiles)
@@ -101,10 +96,9 @@ class MigHardware:
 
     @_whole
     def set_mode(self, gpu_uuid: str, pci_bus_id: str | None, on: bool) -> None:
-        """Switches MIG mode and verifies it. The GPU's minor number may change.
+        """Switch MIG mode and verify it. The GPU's minor number may change.
 
-        Raises: DeviceBusyError while a process uses the GPU; RetryableError if the change needs a reset, or another
-        process of the plugin does not close NVML.
+        Raises: DeviceBusyError while a process uses the GPU; RetryableError if the change needs a reset.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"switch MIG mode of GPU {gpu_uuid} {'on' if on else 'off'}"
@@ -137,18 +131,13 @@ class MigHardware:
 
     @_whole
     def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        """Return the current minor number of the GPU's device node; None if NVML does not report it."""
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         with nvml_errors(f"read the minor number of GPU {gpu_uuid}"):
             return supported(pynvml.nvmlDeviceGetMinorNumber, handle)
 
     @_whole
     def cuts(self, gpu: Gpu) -> tuple[str, tuple[PlacedProfile, ...]]:
-        """Return the GPU's PCI device and vendor ID, such as `0x233010de`, and every profile with its placements,
-        whether MIG mode is on or off.
-
-        Raises: RetryableError if the table is incomplete.
-        """
+        """Return the GPU's PCI device and vendor ID, such as `0x233010de`, and every profile with its placements."""
         handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
         with nvml_errors(f"read the PCI ID of GPU {gpu.uuid}"):
             pci_id = int(pynvml.nvmlDeviceGetPciInfo(handle).pciDeviceId)
@@ -160,20 +149,13 @@ class MigHardware:
 
     @_whole
     def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> tuple[GpuInstance, ...]:
-        """Return every GPU instance of the GPU sorted by placement, with or without compute instances; none
-        while MIG mode is off.
-
-        Raises: RetryableError if an instance cannot be read.
-        """
         return self._instances(gpu_handle(gpu_uuid, pci_bus_id), gpu_uuid)
 
     @_whole
     def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Placement) -> int:
         """Create a GPU instance at exactly this placement and return its ID.
 
-        Raises: RetryableError if an instance is in the way, or the NVIDIA driver used another placement;
-        NvmlTransientError, for example if MIG mode is off, or if nothing is in the way but the NVIDIA driver has no
-        space.
+        Raises: RetryableError if an instance is in the way; NvmlTransientError if nothing is in the way.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"create a GPU instance of profile {profile_id} at {_slices(placement)} of GPU {gpu_uuid}"
@@ -211,10 +193,6 @@ class MigHardware:
 
     @_whole
     def destroy(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> None:
-        """Destroys a GPU instance, if it exists.
-
-        Raises: DeviceBusyError while it contains a process or a compute instance.
-        """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
@@ -242,9 +220,7 @@ class MigHardware:
     def compute_instances(
         self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int
     ) -> tuple[tuple[int, str], ...]:
-        """Return the compute instances in a GPU instance as (ID, UUID of the MIG device); empty if the GPU
-        instance is gone.
-        """
+        """Return (ID, UUID of the MIG device) of each."""
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
@@ -260,10 +236,10 @@ class MigHardware:
 
     @_whole
     def create_compute(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> tuple[int, str]:
-        """Create the compute instance that covers a whole GPU instance; return (ID, UUID of the MIG device). A
-        failure leaves nothing behind, except with NvmlUnknownOutcomeError.
+        """Create the compute instance that covers a whole GPU instance; return (ID, UUID of the MIG device).
 
-        Raises: NvmlTransientError if the GPU instance is gone or already has compute instances.
+        A failure leaves nothing behind, except with NvmlUnknownOutcomeError. Raises: NvmlTransientError if the GPU
+        instance is gone or already has compute instances.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"create a compute instance in GPU instance {gpu_instance_id} of GPU {gpu_uuid}"
@@ -291,10 +267,6 @@ class MigHardware:
     def destroy_compute(
         self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int, compute_instance_id: int
     ) -> None:
-        """Destroys a compute instance, if it exists.
-
-        Raises: DeviceBusyError while a process uses it.
-        """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
@@ -320,14 +292,9 @@ class MigHardware:
         return read_gpu_instances(handle, gpu_uuid, self._table(handle, gpu_uuid).values())
 
     def _table(self, handle: Handle, gpu_uuid: str) -> dict[int, MigProfile]:
-        """Return the GPU's profiles by ID. Raises: RetryableError if the table is incomplete."""
         return self._complete_table(self._profiles, handle, Gpu(uuid=gpu_uuid))
 
     def _complete_table(self, tables: Tables[T], handle: Handle, gpu: Gpu) -> T:
-        """Return the GPU's table from `tables`, which reads it once for each driver version.
-
-        Raises: RetryableError if the table is incomplete.
-        """
         with nvml_errors("read the driver version"):
             version = str(pynvml.nvmlSystemGetDriverVersion())
         faults: list[DiscoveryFault] = []
@@ -339,9 +306,7 @@ class MigHardware:
     def _no_room(
         self, action: str, handle: Handle, gpu_uuid: str, profile_id: int, placement: Placement
     ) -> RetryableError:
-        """Return why the NVIDIA driver has no space. The error is transient unless existing instances are the
-        reason.
-        """
+        """Return a transient error unless existing instances are the reason."""
         try:
             found = self._instances(handle, gpu_uuid)
             profile = self._table(handle, gpu_uuid).get(profile_id)
@@ -363,9 +328,7 @@ class MigHardware:
 
 @contextmanager
 def _creation_errors(action: str) -> Iterator[None]:
-    """Like `nvml_errors`, for a creation: nothing can use the new object yet, so "in use" means that the
-    NVIDIA driver is busy.
-    """
+    """Convert "in use" to a transient error: nothing can use a new object yet, so the NVIDIA driver is busy."""
     try:
         with nvml_errors(action):
             yield
@@ -374,7 +337,6 @@ def _creation_errors(action: str) -> Iterator[None]:
 
 
 def _listed(instances: Iterable[GpuInstance]) -> str:
-    """Format instances for messages: `GPU instance 3 (profile 9) at memory slices 0-3`."""
     return ", ".join(
         f"GPU instance {item.gpu_instance_id} (profile {item.profile_id}) at {_slices(item.placement)}"
         for item in instances
@@ -387,11 +349,6 @@ def _slices(placement: Placement) -> str:
 
 
 def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], made: Handle) -> None:
-    """Destroys the instance that was created before `error`.
-
-    Raises, if this fails: NvmlUnknownOutcomeError; if the GPU or driver is gone, an error of the same type as
-    `error`.
-    """
     try:
         with nvml_errors("destroy the new instance"):
             destroy(made)
@@ -402,7 +359,6 @@ def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], m
 
 
 def _compute_instances_in(instance: Handle) -> list[tuple[int, str, Handle]]:
-    """Return (ID, UUID, handle of the MIG device) of the compute instances that can be read, to explain an error."""
     found = []
     try:
         for compute in compute_instance_handles(instance):

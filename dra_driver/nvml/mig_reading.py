@@ -1,5 +1,6 @@
-"""Reads MIG: the mode of a GPU, its GPU instances, compute instances and MIG devices, NVML's table of
-profiles, and which MIG devices can be created on demand.
+"""Reads MIG: mode, GPU instances, compute instances, MIG devices, profiles, and what can be created on demand.
+
+Functions raise the errors of `nvml_errors`, unless they name others.
 """
 
 from __future__ import annotations
@@ -42,10 +43,9 @@ _GIB = 1 << 30
 
 
 def gpu_handle(gpu_uuid: str, pci_bus_id: str | None) -> Handle:
-    """Return the handle of a GPU, found by its PCI bus ID if known, because NVML's search by UUID is slow under
-    load.
+    """Return the handle of a GPU, by its PCI bus ID if known, because NVML's search by UUID is slow under load.
 
-    Raises: DeviceLostError if NVML does not find the GPU, or finds a different one; the errors of `nvml_errors`.
+    Raises: DeviceLostError also if NVML finds a different GPU.
     """
     action = f"find GPU {gpu_uuid}"
     where = "" if pci_bus_id is None else f" at {pci_bus_id}"
@@ -65,26 +65,19 @@ def gpu_handle(gpu_uuid: str, pci_bus_id: str | None) -> Handle:
 
 
 def mig_mode(handle: Handle, gpu_uuid: str) -> tuple[bool, bool] | None:
-    """Return MIG mode as (current, after the next reset); None for a GPU without MIG.
-
-    Raises: the errors of `nvml_errors`.
-    """
+    """Return MIG mode as (current, after the next reset); None for a GPU without MIG."""
     with nvml_errors(f"read MIG mode of GPU {gpu_uuid}"):
         mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
     return None if mode is None else (bool(mode[0]), bool(mode[1]))
 
 
 def is_mig_on(handle: Handle, gpu_uuid: str) -> bool:
-    """Whether the GPU is currently in MIG mode. Raises: the errors of `mig_mode`."""
     mode = mig_mode(handle, gpu_uuid)
     return mode is not None and mode[0]
 
 
 def gpu_instance_handle(handle: Handle, gpu_uuid: str, gpu_instance_id: int) -> Handle | None:
-    """Return the handle of a GPU instance; None if it does not exist, for example because MIG mode is off.
-
-    Raises: the errors of `nvml_errors`.
-    """
+    """Return None if the instance does not exist, for example because MIG mode is off."""
     try:
         with nvml_errors(f"find GPU instance {gpu_instance_id} of GPU {gpu_uuid}"):
             try:
@@ -102,8 +95,7 @@ def read_gpu_instances(
 ) -> tuple[GpuInstance, ...]:
     """Return every GPU instance of these profiles sorted by placement; none while MIG mode is off.
 
-    Unlike a list of MIG devices this includes instances without a compute instance. An instance destroyed
-    during the call is omitted. Raises: the errors of `nvml_errors`.
+    Unlike a list of MIG devices this includes instances without a compute instance.
     """
     found: list[GpuInstance] = []
     try:
@@ -130,15 +122,11 @@ def _instances_of(handle: Handle, profile: MigProfile) -> Iterator[GpuInstance]:
 
 
 def placement_of(info: Any) -> Placement:
-    """Return the placement in NVML's description of a GPU instance."""
     return Placement(int(info.placement.start), int(info.placement.size))
 
 
 def compute_profiles(instance: Handle) -> list[tuple[int, Any]]:
-    """Return (number, NVML's description) of each compute instance profile that a GPU instance supports.
-
-    Raises: pynvml.NVMLError.
-    """
+    """Return (number, NVML's description) of each. Raises: pynvml.NVMLError."""
     offered = []
     for number in range(_COMPUTE_PROFILE_COUNT):
         try:
@@ -149,7 +137,6 @@ def compute_profiles(instance: Handle) -> list[tuple[int, Any]]:
 
 
 def _compute_profile(instance: Handle, number: int) -> Any:
-    """Falls back to version 1 of the struct for older drivers."""
     read = pynvml.nvmlGpuInstanceGetComputeInstanceProfileInfo
     try:
         return read(instance, number, _SHARED_ENGINES, version=2)
@@ -158,11 +145,9 @@ def _compute_profile(instance: Handle, number: int) -> Any:
 
 
 def whole_compute_profile(offered: Iterable[tuple[int, Any]], profile: MigProfile) -> int | None:
-    """Return the ID of the compute instance profile that covers a whole GPU instance of `profile`; None if
-    there is none.
+    """Return the compute instance profile that covers a whole GPU instance.
 
-    `offered` comes from `compute_profiles`. Among profiles with all slices, it prefers those with all
-    multiprocessors, then plain profiles over variants.
+    It prefers profiles with all multiprocessors, then plain profiles over variants.
     """
     whole = [(number, info) for number, info in offered if info.sliceCount == profile.slice_count]
     if not whole:
@@ -179,7 +164,6 @@ def whole_compute_profile(offered: Iterable[tuple[int, Any]], profile: MigProfil
 
 
 def compute_instance_handles(instance: Handle) -> Iterator[Handle]:
-    """Yield the compute instances in a GPU instance. Raises: pynvml.NVMLError."""
     profiles = {int(info.id): int(info.instanceCount) for _, info in compute_profiles(instance)}
     for profile_id, most in profiles.items():
         rows = (pynvml.c_nvmlComputeInstance_t * max(most, 1))()
@@ -189,11 +173,7 @@ def compute_instance_handles(instance: Handle) -> Iterator[Handle]:
 
 
 def compute_identity(compute: Handle) -> tuple[int, str]:
-    """Return the ID of a compute instance and the UUID of its MIG device, without a search over all MIG
-    devices.
-
-    Raises: pynvml.NVMLError.
-    """
+    """Return a compute instance's ID and its MIG device's UUID. Raises: pynvml.NVMLError."""
     info = pynvml.nvmlComputeInstanceGetInfo(compute)
     return int(info.id), str(pynvml.nvmlDeviceGetUUID(info.device))
 
@@ -206,9 +186,8 @@ def read_mig_devices(
 ) -> tuple[tuple[MigDevice, ...], list[DiscoveryFault]]:
     """Return the MIG devices of a GPU in MIG mode, and a fault for each failed read.
 
-    GPU instances without a compute instance are not devices. Devices destroyed during the call are omitted.
-    `profiles` is the GPU's table by profile ID. `wanted` limits the result to these GPU instance IDs; None means all.
-    Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the devices cannot be counted.
+    Devices destroyed during the call are omitted. `wanted` limits the result to these GPU instance IDs. Raises:
+    DeviceLostError, NvmlUnavailableError; RetryableError if the devices cannot be counted.
     """
     faults: list[DiscoveryFault] = []
     devices: list[MigDevice] = []
@@ -224,7 +203,6 @@ def read_mig_devices(
 
 
 def _mig_handle(handle: Handle, index: int, gpu: Gpu) -> Handle | None:
-    """Return the handle of a MIG device; None for gaps in the numbering and if MIG mode is off."""
     try:
         return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
     except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
@@ -238,9 +216,7 @@ def _mig_handle(handle: Handle, index: int, gpu: Gpu) -> Handle | None:
 def _mig_device_at(
     index: int, handle: Handle, gpu: Gpu, profiles: Mapping[int, MigProfile], wanted: Container[int] | None
 ) -> MigDevice | None:
-    """Return None for a gap, an unwanted device, and a device destroyed during the call. Reads the device that
-    replaced it if there is one.
-    """
+    """Return None for a gap, an unwanted device, and a device destroyed during the call, unless another replaced it."""
     for tries_left in reversed(range(_TRIES)):
         mig = _mig_handle(handle, index, gpu)
         if mig is None:
@@ -287,11 +263,6 @@ def _read_mig_device(
 
 
 def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dict[int, MigProfile]:
-    """Return the GPU instance profiles of a GPU by profile ID, from NVML's table; add read failures to
-    `faults`.
-
-    Raises: DeviceLostError, NvmlUnavailableError.
-    """
     profiles: dict[int, MigProfile] = {}
     for number in range(_PROFILE_COUNT):
         action = f"read GPU instance profile {number} of GPU {gpu.uuid}"
@@ -303,12 +274,7 @@ def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dic
 
 
 def read_placed_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> tuple[PlacedProfile, ...]:
-    """Return the GPU instance profiles of a GPU sorted by profile ID, with every placement, whether MIG mode is on
-    or off.
-
-    Omits profiles without placements; adds read failures to `faults`. Raises: DeviceLostError,
-    NvmlUnavailableError.
-    """
+    """Return the profiles that have placements, sorted by ID, whether MIG mode is on or off."""
     placed: list[PlacedProfile] = []
     for profile_id, profile in sorted(read_profiles(handle, gpu, faults).items()):
         action = f"read the placements of profile {profile.name} ({profile_id}) of GPU {gpu.uuid}"
@@ -327,9 +293,6 @@ class Tables(Generic[T]):
         self._known: dict[tuple[str, str | None], T] = {}
 
     def of(self, handle: Handle, gpu: Gpu, driver_version: str | None, faults: list[DiscoveryFault]) -> T:
-        """Return the GPU's table; add read failures to `faults`. Raises: DeviceLostError,
-        NvmlUnavailableError.
-        """
         key = (gpu.uuid, driver_version)
         if key in self._known:
             return self._known[key]
@@ -342,7 +305,6 @@ class Tables(Generic[T]):
 
 
 def _placements(handle: Handle, profile_id: int) -> tuple[Placement, ...]:
-    """Query the number of placements first, then fills a list of that size."""
     count = ctypes.c_uint(0)
     pynvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, None, ctypes.byref(count))
     if not count.value:
@@ -353,9 +315,7 @@ def _placements(handle: Handle, profile_id: int) -> tuple[Placement, ...]:
 
 
 def _profile_info(handle: Handle, number: int) -> Any:
-    """Version 2 of the struct has the NVIDIA driver's own name for the profile; older drivers have only
-    version 1.
-    """
+    """Prefer version 2 of the struct, which has the NVIDIA driver's own name for the profile."""
     try:
         return pynvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number, version=2)
     except pynvml.NVMLError_InvalidArgument:
@@ -384,7 +344,6 @@ def _profile(info: Any, number: int, gpu: Gpu) -> MigProfile:
 
 
 def _driver_name(info: Any) -> str | None:
-    """Return `1g.10gb+me` from the NVIDIA driver's `MIG 1g.10gb+me`."""
     name = getattr(info, "name", None)
     if isinstance(name, bytes):
         name = name.decode(errors="replace")
@@ -393,7 +352,7 @@ def _driver_name(info: Any) -> str | None:
 
 
 def _rule_name(info: Any, number: int, total_bytes: int | None) -> str:
-    """Return the profile name by NVIDIA's rule: the memory in whole eighths of the card's, then in whole gigabytes."""
+    """Use NVIDIA's rule: the memory in whole eighths of the card's, then in whole gigabytes."""
     total = total_bytes or int(info.memorySizeMB) * _MIB
     eighths = math.ceil(int(info.memorySizeMB) * _MIB / total * 8) / 8
     gigabytes = math.floor(eighths * math.ceil(total / _GIB) + 0.5)
@@ -401,12 +360,7 @@ def _rule_name(info: Any, number: int, total_bytes: int | None) -> str:
 
 
 class PartitionReader:
-    """Reads `Gpu.partitioning`.
-
-    Profile tables are cached for each GPU and driver version, because they never change; the existing
-    instances are read each time. `unread` has the UUIDs of the GPUs that could not be read completely at the
-    last attempt.
-    """
+    """Reads `Gpu.partitioning`. `unread` has the GPUs that could not be read completely at the last attempt."""
 
     def __init__(self) -> None:
         self._tables = Tables(read_placed_profiles)
@@ -416,12 +370,11 @@ class PartitionReader:
     def read(
         self, handle: Handle, gpu: Gpu, driver_version: str | None
     ) -> tuple[Partitioning | None, list[DiscoveryFault]]:
-        """Return the GPU's partitioning, and a fault for each failed read. All existing GPU instances are
-        `withheld`, and `possible` is still empty.
+        """Return the GPU's partitioning, with all existing GPU instances `withheld`, and a fault for each failed read.
 
-        None if MIG devices cannot be created on the GPU: it has no MIG, is a vGPU guest, or its mode is off and needs
-        a reset to change. If the table or the GPU instances cannot be read completely, the GPU is added to `unread`,
-        and the result is the last known partitioning or None: no placement is safe next to an unseen instance.
+        None if MIG devices cannot be created on the GPU: it has no MIG, is a vGPU guest, or its mode is off and needs a
+        reset to change. An incomplete reading gives the last known partitioning or None: no placement is safe next to
+        an unseen instance.
 
         Raises: DeviceLostError, NvmlUnavailableError.
         """
@@ -466,10 +419,6 @@ class PartitionReader:
 
 
 def read_what_exists(gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
-    """Return whether a partitioned GPU is currently in MIG mode, and every GPU instance on it.
-
-    Raises: DeviceLostError, NvmlUnavailableError; RetryableError if an instance cannot be read.
-    """
     handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
     if not is_mig_on(handle, gpu.uuid):
         return False, ()
@@ -491,10 +440,7 @@ def _mode_is_changeable(log: FaultLog, handle: Handle) -> bool:
 
 
 def read_machine_profiles() -> tuple[list[MigProfile], list[DiscoveryFault]]:
-    """Return the profiles of all GPUs that answer, without duplicates, and a fault for each failed read.
-
-    Raises: NvmlUnavailableError if NVML itself does not answer.
-    """
+    """Return the profiles of all GPUs that answer, and a fault for each failed read. Raises: NvmlUnavailableError."""
     with nvml_errors("count the GPUs"):
         count = pynvml.nvmlDeviceGetCount()
     found: dict[MigProfile, None] = {}

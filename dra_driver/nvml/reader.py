@@ -1,5 +1,6 @@
-"""One NVML session and everything that the plugin reads through it. Imports the binding on first use, because
-most commands do not need it.
+"""One NVML session and everything that the plugin reads through it.
+
+Imports the binding on first use, because most commands do not need it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,9 @@ T = TypeVar("T")
 class NvmlReader:
     """Reads NVML for discovery and the commands.
 
-    `on_demand` selects the GPUs on which MIG devices can be created on demand; None selects none. `foreign_instances`
-    returns the instances on such a GPU that this plugin did not create, and only these are read in detail; None means
-    all. If GPUs are named by minor number, `kept_names` returns the names, by UUID, that must not change; None means
-    that GPUs are named by UUID. `loader` returns the NVML library, and is called at each `reopen`. `mark` is held
-    while NVML is open.
+    `foreign_instances` returns the instances on an `on_demand` GPU that this plugin did not create, and only these are
+    read in detail; None means all. If GPUs are named by minor number, `kept_names` returns the names that must not
+    change.
     """
 
     loader: Callable[[], object]
@@ -48,11 +47,6 @@ class NvmlReader:
         self._opening = 0
 
     def reopen(self) -> None:
-        """Initialise NVML again.
-
-        Raises: NvmlUnavailableError; RetryableError if access is refused; NvmlInUseError, without any change,
-        if a call does not end soon, or while NVML is paused.
-        """
         self.session.reopen()
 
     def read_inventory(self) -> Inventory:
@@ -66,39 +60,28 @@ class NvmlReader:
         return found if self.kept_names is None else replace(found, kept_names=self.kept_names())
 
     def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
-        """Return whether a partitioned GPU is in MIG mode, and every GPU instance on it.
-
-        Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
-        """
         from dra_driver.nvml.mig_reading import read_what_exists
 
         return read_what_exists(gpu)
 
     def processes(self, uuid: str) -> Mapping[int, str]:
-        """See `read_processes`. Also raises NvmlUnavailableError while NVML is not initialised."""
         from dra_driver.nvml.gpu_users import read_processes
 
         with self.session.kept_open():
             return read_processes(uuid)
 
     def health_source(self) -> HealthSource:
-        """Return a source of health events and signals for the same session."""
         from dra_driver.nvml.health_source import HealthSource
 
         return HealthSource(self.session)
 
     def usage_source(self, *, sees_all: bool) -> UsageSource:
-        """Return a source of GPU usage for the same session. `UsageSource` describes `sees_all`."""
         from dra_driver.nvml.usage_source import UsageSource
 
         return UsageSource(self.session, sees_all=sees_all)
 
     def of_each(self, gpus: Sequence[Gpu], read: Callable[[Gpu], T]) -> Mapping[str, Future[T]]:
-        """Return the results of `read` for each GPU of the last `read_inventory`, by UUID, as completed
-        futures.
-
-        GPUs that do not answer are omitted.
-        """
+        """Return the results of `read` by GPU UUID, as completed futures. GPUs that do not answer are omitted."""
         memory = self._known()
         by_uuid = {gpu.uuid: gpu for gpu in gpus}
         indexes = {index: uuid for index, uuid in memory.uuids.items() if uuid in by_uuid}
@@ -109,16 +92,11 @@ class NvmlReader:
         return {indexes[index]: answer for index, answer in memory.walk.each(list(indexes), of).items()}
 
     def nvml_fingerprint(self) -> NvmlFingerprint:
-        """Return a cheap value that changes when a GPU is lost (None in its place) or its MIG mode changes.
-
-        Raises: NvmlUnavailableError.
-        """
         from dra_driver.nvml.scan import read_nvml_fingerprint
 
         return read_nvml_fingerprint(self._known())
 
     def _known(self) -> ScanMemory:
-        """Return what earlier scans found."""
         from dra_driver.nvml.calls import GpuWalk
         from dra_driver.nvml.scan import ScanMemory
 

@@ -56,8 +56,8 @@ _SETTINGS_ABSENT = (
 
 @dataclass(slots=True)
 class FaultLog:
-    """Collects read failures about one subject, so that one unreadable attribute never hides a GPU. `failed` has
-    the texts of the faults by the names of the queries.
+    """Collects read failures, so that one unreadable attribute never hides a GPU. `failed` has their texts by the names
+    of the queries.
     """
 
     subject: str
@@ -78,8 +78,8 @@ class FaultLog:
 
 
 def read_values(handle: Handle, readings: Mapping[str, Reading], read: Callable[..., Any]) -> dict[str, Any]:
-    """Return the fields of a GPU that have a call. `read` gets the name of a query, a function and its arguments, and
-    returns the function's result, or None. Its errors are passed on.
+    """Return the fields of a GPU that have a call. `read` gets the name of a query, a function and its arguments; its
+    errors are passed on.
     """
     answers: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -98,10 +98,10 @@ def read_values(handle: Handle, readings: Mapping[str, Reading], read: Callable[
 
 
 def read_gpu(index: int) -> tuple[Handle, Gpu, FaultLog]:
-    """Return the NVML handle and the values of GPU number `index`, and what could not be read.
+    """Return the handle and the values of GPU number `index`, and what could not be read, without MIG devices and
+    topology.
 
-    MIG devices and topology are read elsewhere. Raises: DeviceLostError, RetryableError if the handle or the
-    UUID cannot be read.
+    Raises: DeviceLostError, RetryableError if the handle or the UUID cannot be read.
     """
     with nvml_errors(f"find GPU with NVML index {index}"):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -116,7 +116,9 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, FaultLog]:
         log.faults.append(DiscoveryFault(log.subject, text))
     fabric = _fabric(log, handle)
     links = log.read("NVLink", link_states, handle)
-    compute = gpu.cuda_compute_capability or _LOCKS_MEMORY_CLOCK  # if it is unknown, NVML may refuse a claim later
+    compute = (
+        gpu.cuda_compute_capability or _LOCKS_MEMORY_CLOCK
+    )  # if it is unknown, NVML may refuse a claim later
     memory_clocks = log.read("memory clocks", pynvml.nvmlDeviceGetSupportedMemoryClocks, handle)
     graphics_clocks = memory_clocks and log.read(
         "graphics clocks", pynvml.nvmlDeviceGetSupportedGraphicsClocks, handle, max(memory_clocks)
@@ -142,9 +144,7 @@ def _range(values: Sequence[int] | None) -> tuple[int, int] | None:
 
 
 def _multiprocessors(log: FaultLog, handle: Handle, compute: tuple[int, int] | None) -> int | None:
-    """Divides NVML's number of cores by the cores of a multiprocessor, which depend on the compute
-    capability.
-    """
+    """Divide NVML's number of cores by the cores of a multiprocessor."""
     per_multiprocessor = _CORES_PER_MULTIPROCESSOR.get(compute) if compute is not None else None
     if per_multiprocessor is None:
         return None
@@ -163,7 +163,7 @@ def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> 
 
 
 def _chassis(handle: Handle) -> Chassis | None:
-    """Return None for a GPU that is not in a rack: it has no serial number, or the query is not supported.
+    """Return None for a GPU without a chassis serial number: it is not in a rack. Raises: pynvml.NVMLError.
 
     Reads the bytes of the structure: the binding declares its numbers as characters, and cannot return all of them.
     """
@@ -177,11 +177,10 @@ def _chassis(handle: Handle) -> Chassis | None:
 
 
 def link_states(handle: Handle) -> list[bool]:
-    """Return for each NVLink number whether the link is up; an empty list for a GPU without NVLink. A board may skip
-    link numbers.
+    """Return for each NVLink number whether the link is up. A board may skip numbers.
 
-    Raises: the errors of `nvml_errors` if a link cannot be read, because a partial result would look like a
-    GPU with fewer links.
+    Raises: the errors of `nvml_errors` if a link cannot be read: a partial result would look like a GPU with fewer
+    links.
     """
     states: list[int | None] = []
     for link in range(_MAX_LINKS):
@@ -209,11 +208,10 @@ def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:
 
 
 def fabric_info(handle: Handle) -> Any:
-    """Return NVML's structure, or None if the GPU has no fabric or the library does not support fabrics.
+    """Return NVML's structure, or None without a fabric or the library's support.
 
-    The structure has `state`, `status` and `clusterUuid`; from v2 on `healthMask`, from v3 on also `healthSummary`;
-    in v4 `cliques` and `numCliques`, before v4 `cliqueId`. Raises: DeviceLostError, NvmlUnavailableError,
-    RetryableError.
+    It has `state`, `status` and `clusterUuid`; from v2 on `healthMask`, from v3 on also `healthSummary`; in v4
+    `cliques` and `numCliques`, before v4 `cliqueId`. Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
     """
     for name, struct in _FORMS:
         info = struct()
@@ -278,11 +276,9 @@ def confidential_mode() -> ConfidentialMode:
 
 
 def accepts_work() -> bool | None:
-    """Whether programs can use the GPUs: always without confidential computing, otherwise only once the ready state
-    is set.
+    """Return whether programs can use the GPUs: with confidential computing only once the ready state is set.
 
-    None if NVML does not support the queries. Raises: the errors of `nvml_errors`; ValueError for an unknown
-    mode.
+    None if NVML does not support the queries. Raises: the errors of `nvml_errors`; ValueError for an unknown mode.
     """
     mode = supported(confidential_mode)
     # Without confidential computing the ready state has no meaning and its value is arbitrary.

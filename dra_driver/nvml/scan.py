@@ -1,6 +1,4 @@
-"""Scans the node's GPUs through NVML into an Inventory without the host's part (PCIe root, NUMA node), and
-finds which pairs of GPUs reach each other over NVLink.
-"""
+"""Scans the node's GPUs through NVML, and finds which pairs of GPUs reach each other over NVLink."""
 
 from __future__ import annotations
 
@@ -32,9 +30,8 @@ _SWITCH = "switch"
 class PeerMemory:
     """The last NVLink reading of each GPU while its MIG mode was off.
 
-    MIG mode disables peer access. Without this memory a GPU that is only temporarily in MIG mode would repeatedly
-    leave and rejoin its NVLink domain. The mode may change at any moment, so a reading counts only if MIG mode was
-    off before and after it.
+    MIG mode disables peer access. Without this memory a GPU that is only temporarily in MIG mode would repeatedly leave
+    and rejoin its NVLink domain. A reading counts only if MIG mode was off before and after it.
     """
 
     def __init__(self) -> None:
@@ -43,11 +40,9 @@ class PeerMemory:
         self.pairs: dict[frozenset[str], int] = {}
 
     def reopened(self) -> None:
-        """NVML was initialised again, so values that are constant while a driver is loaded may have changed."""
         self._remotes.clear()
 
     def recalled(self, handle: Handle, gpu: Gpu) -> Gpu:
-        """Return the GPU with its links and fabric as they were outside of MIG mode, if known."""
         if _is_out_of_mig_mode(handle, gpu):
             self._gpus[gpu.uuid] = (gpu.nvlink_links, gpu.fabric)
             return gpu
@@ -57,10 +52,7 @@ class PeerMemory:
         return gpu if gpu.fabric or fabric is None else replace(gpu, fabric=fabric, unready_fabric=None)
 
     def remote(self, handle: Handle, gpu: Gpu, link: int) -> str | None:
-        """Return the other end of a link: a PCI bus ID or a switch; None if the driver does not report it.
-
-        Read only once, because it depends only on the wiring.
-        """
+        """Read the other end of a link only once, because it depends only on the wiring."""
         key = (gpu.uuid, link)
         known = self._remotes.get(key)
         if known is None:
@@ -75,10 +67,6 @@ Pairs = dict[frozenset[str], int]
 
 @dataclass(frozen=True, slots=True)
 class _PeerAnswers:
-    """The NVLinks of one GPU: the result of `_remotes`, the results of `_peer_access` by the UUID of the
-    other GPU, and whether its MIG mode was off before and after.
-    """
-
     remotes: Mapping[str, int] | None
     granted: Mapping[str, bool | None]
     is_out_of_mig_mode: bool
@@ -91,15 +79,12 @@ def read_reachable_pairs(
     silent: Sequence[Gpu],
     walk: GpuWalk,
 ) -> tuple[Pairs, list[DiscoveryFault]]:
-    """Return pairs of GPU UUIDs with NVLink peer access and the number of links between them, and a fault for each
-    failed read.
+    """Return the number of links of each pair of GPU UUIDs with NVLink peer access, and a fault for each failed read.
 
-    The keys of `gpus` are NVML indexes; `walk` must be the walk that `read_gpus` used. The NVIDIA driver's report on
-    peer access takes precedence, because it accounts for switch partitions; without a report, the links decide.
-    Behind a switch the count is 1, because all pairs are equal there. The result in `memory` is used for GPUs that
-    are in MIG mode but can be whole again, for `silent` GPUs, which are not called, and for pairs whose query fails
-    or does not return. For a pair that was never read, the links decide if one GPU is in
-    MIG mode; otherwise it counts as without peer access.
+    The NVIDIA driver's report on peer access takes precedence, because it accounts for switch partitions; without a
+    report, the links decide. Behind a switch the count is 1. `memory` answers for GPUs that are in MIG mode but can be
+    whole again, for `silent` GPUs, which are not called, and for pairs whose query fails. For a pair that was never
+    read, the links decide if one GPU is in MIG mode; otherwise it counts as without peer access.
     """
     linked = {
         index: (handle, gpu) for index, (handle, gpu) in gpus.items() if gpu.nvlink_links and gpu.can_be_whole
@@ -152,10 +137,6 @@ def read_reachable_pairs(
 def _links_of_pair(
     a: Gpu, b: Gpu, found: Mapping[str, _PeerAnswers], out_of_mig_mode: Set[str], memory: PeerMemory
 ) -> int:
-    """Return the number of links between two GPUs, and stores it in `memory`.
-
-    Without usable answers it returns the stored number; if there is none, the links decide in MIG mode, else 0.
-    """
     pair = frozenset((a.uuid, b.uuid))
     of_a, of_b = found.get(a.uuid, _UNREAD), found.get(b.uuid, _UNREAD)
     remotes = of_a.remotes or {}, of_b.remotes or {}
@@ -171,25 +152,20 @@ _UNREAD = _PeerAnswers(None, {}, False, ())
 
 
 def _pairs_of_silent(others: Sequence[Gpu], silent: Sequence[Gpu], memory: PeerMemory) -> Pairs:
-    """Return the last known pairs of GPUs that do not answer."""
     shown = {gpu.uuid for gpu in (*others, *silent)}
     uuids = {gpu.uuid for gpu in silent}
     return {pair: links for pair, links in memory.pairs.items() if links and pair & uuids and pair <= shown}
 
 
 def _links(of_a: Mapping[str, int], of_b: Mapping[str, int], b: Gpu, granted: bool | None) -> int:
-    """Return the number of links between two GPUs, 1 through switches; 0 if the NVIDIA driver does not grant
-    peer access.
-    """
+    """Return 1 through switches; 0 if the NVIDIA driver does not grant peer access."""
     direct = of_a.get(b.pci_bus_id or "", 0)
     reached = granted if granted is not None else bool(direct or (_SWITCH in of_a and _SWITCH in of_b))
     return max(direct, 1) if reached else 0
 
 
 def _is_out_of_mig_mode(handle: Handle, gpu: Gpu) -> bool:
-    """Whether MIG mode was off when the GPU was read and still is. The mode can change in between only on GPUs
-    with MIG on demand.
-    """
+    """Whether MIG mode was off when the GPU was read and still is. It changes only on GPUs with MIG on demand."""
     if gpu.mig_enabled:
         return False
     if gpu.partitioning is None:
@@ -201,18 +177,11 @@ def _is_out_of_mig_mode(handle: Handle, gpu: Gpu) -> bool:
 
 
 def _peer_access(a: Handle, b: Handle) -> bool | None:
-    """Whether the NVIDIA driver grants peer access over NVLink; None if it does not support the query.
-
-    Raises: DraDriverError if the query fails.
-    """
     status = supported(pynvml.nvmlDeviceGetP2PStatus, a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     return None if status is None else bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
 def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int] | None:
-    """Return the number of active links by their other end, a PCI bus ID or a switch; None if they cannot be
-    read.
-    """
     try:
         states = link_states(handle)
     except DeviceLostError:
@@ -230,7 +199,6 @@ def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int] 
 
 
 def _remote(handle: Handle, link: int) -> str | None:
-    """Return the other end of a link; None if the NVIDIA driver does not report it."""
     try:
         kind = supported(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
         if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
@@ -247,10 +215,9 @@ ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
 
 @dataclass(frozen=True, slots=True)
 class ScanMemory:
-    """The values that one scan keeps for the next. Only one thread may use it at a time.
+    """What one scan keeps for the next. Only one thread may use it at a time.
 
-    `known` is the last reading of each GPU, by UUID; `uuids`, `handles` and `fingerprints` are by NVML index in the
-    current opening. The readings and fingerprints are used for a GPU that does not answer.
+    `known` is by UUID; `uuids`, `handles` and `fingerprints` are by NVML index in the current opening.
     """
 
     partitions: PartitionReader = field(default_factory=PartitionReader)
@@ -260,11 +227,9 @@ class ScanMemory:
     known: dict[str, Gpu] = field(default_factory=dict)
     uuids: dict[int, str] = field(default_factory=dict)
     handles: dict[int, tuple[Handle, str]] = field(default_factory=dict)
-    """With the GPU's UUID."""
     fingerprints: dict[int, GpuFingerprint | None] = field(default_factory=dict)
 
     def reopened(self) -> None:
-        """NVML was initialised again, so its indexes may refer to other GPUs."""
         self.peers.reopened()
         self.uuids.clear()
         self.handles.clear()
@@ -278,11 +243,9 @@ def read_gpus(
 ) -> Inventory:
     """Return all GPUs in PCI order, without NVLink domains.
 
-    A GPU that does not answer is reported as a fault; the others are still read. GPUs and values that cannot be read
-    now are returned as last read, if they were read before; lost GPUs are omitted. GPUs that `on_demand` selects
-    (None: none) and that support it get a `partitioning`, with all existing GPU instances as `withheld`. Their MIG
-    devices are those in the instances that `foreign_instances` returns (None: all). `memory` must be the same
-    object in each scan.
+    GPUs that do not answer are faults. GPUs and values that cannot be read now are returned as last read; lost GPUs are
+    omitted. GPUs that `on_demand` selects get a `partitioning`, with all existing GPU instances as `withheld`. Their
+    MIG devices are those in the instances that `foreign_instances` returns (None: all).
 
     Raises: NvmlUnavailableError if NVML itself does not answer; the errors of `foreign_instances`.
     """
@@ -351,8 +314,7 @@ def _place(gpu: Gpu) -> tuple[str, str]:
 
 
 def _with_known(gpu: Gpu, log: FaultLog, known: Gpu | None, unread: set[str]) -> Gpu:
-    """Return the GPU with the earlier value for each failed query, because a failure does not mean that the
-    value changed.
+    """Return the GPU with the earlier value for each failed query: a failure does not mean that the value changed.
 
     Raises: RetryableError if the architecture of a new device or the PCI bus ID of a known GPU could not be read.
     """
@@ -406,12 +368,9 @@ _HANGS = GpuFingerprint("")
 
 
 def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
-    """Return a cheap value that changes when a GPU appears, is lost or changes its MIG mode; takes
-    microseconds for each GPU.
+    """Return a value that changes when a GPU appears, is lost or changes its MIG mode, within microseconds.
 
-    It has one entry for each GPU, None for a GPU that NVML reports as lost. A GPU that does not answer keeps
-    its last entry, so that NVML is not reopened because of a hang. Raises: NvmlUnavailableError if NVML
-    itself does not answer.
+    A lost GPU is None. A GPU that does not answer keeps its last entry, so that NVML is not reopened because of a hang.
     """
     with nvml_errors("count the GPUs"):
         count = pynvml.nvmlDeviceGetCount()
@@ -428,10 +387,8 @@ def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
 
 
 def _fingerprint_of(index: int, memory: ScanMemory) -> GpuFingerprint | None:
-    """Return the UUID and the values that are kept current.
-
-    After a drain another card may have this index, but the handle is still that of the card that is gone. Raises:
-    DraDriverError if the GPU does not report them.
+    """Use the handle: after a drain another card may have this index, but the handle is still that of the card that is
+    gone.
     """
     try:
         if index not in memory.handles:
@@ -445,7 +402,7 @@ def _fingerprint_of(index: int, memory: ScanMemory) -> GpuFingerprint | None:
 
 
 def _confidential_mode(log: FaultLog) -> ConfidentialMode | None:
-    """Also returns None if NVML reports a lost GPU: NVML does not say which one, and the others can be read."""
+    """Return None also if NVML reports a lost GPU: it does not say which one, and the others can be read."""
     try:
         mode: ConfidentialMode | None = log.read("confidential computing", confidential_mode)
         return mode

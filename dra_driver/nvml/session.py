@@ -30,24 +30,17 @@ LibraryLoader = Callable[[], object]
 
 _PATIENCE_S = 3.0
 _HANGS_AFTER_S = 60.0
-"""After this time a change to a GPU, or NVML's own initialisation or shutdown, counts as hanging."""
+"""For a change to a GPU, and for NVML's own initialisation or shutdown."""
 _CALL_HANGS_AFTER_S = 10.0
 _CHECK_EVERY_S = 1.0
-"""How often to check whether a call hangs."""
 _SHUTDOWN_S, _OPENING_S = 10.0, 15.0
-"""How long a pause waits for NVML's shutdown and initialisation. Without persistence mode each takes a second per
-GPU.
-"""
+"""How long a pause waits. Without persistence mode, shutdown and initialisation each take a second per GPU."""
 _DEVICE_FILES = "/dev/nvidia"
 _REMEDY = "a GPU may need a reset: check the kernel log for Xid errors"
 
 
 def load_library(path: str) -> object:
-    """Load the NVML library at `path`.
-
-    Raises: NvmlLibraryError with the dynamic linker's reason; NvmlUnavailableError if the file no longer
-    exists.
-    """
+    """Load the NVML library. Raises: NvmlLibraryError; NvmlUnavailableError if the file no longer exists."""
     try:
         return ctypes.CDLL(path)
     except OSError as error:
@@ -62,21 +55,18 @@ def load_library(path: str) -> object:
 class NvmlSession:
     """Owns the binding's global state.
 
-    The library is loaded by path and assigned to the binding, because it is below a driver root and not on
-    the linker's path. After a driver reload `reopen` loads the new library. Calls need no lock, because NVML
-    is thread-safe. Every call is made inside `kept_open`, or inside `operation` if interrupting it would
-    leave a GPU half changed.
+    Calls need no lock, because NVML is thread-safe. Every call is made inside `kept_open`, or inside `operation` if
+    interrupting it would leave a GPU half changed.
 
-    NVML is never shut down during a call, because that may hang or crash the process. Closing waits for
-    running calls; until then operations can begin as usual. Other calls are refused unless an operation is running:
+    NVML is never shut down during a call, because that may hang or crash the process. Closing waits for running calls;
+    until then operations can begin as usual. Other calls are refused unless an operation is running:
 
         closed ──reopen──▶ opening ──▶ open ──a pause waits; no call is running──▶ closing ──▶ paused
                               ▲          └── a call hangs, or the wait is too long: refused, no change   │
                               └────────────────────── the last pause ends ◀──────────────────────────────┘
 
-    `opening` and `closing` may hang in the NVIDIA driver. A pause is then refused after some seconds, and leaves the
-    hanging call in its thread. Operations wait no longer than their patience. When the call returns, NVML is opened
-    again.
+    `opening` and `closing` may hang in the NVIDIA driver. A pause is then refused after some seconds. When the hanging
+    call returns, NVML is opened again.
     """
 
     def __init__(
@@ -85,7 +75,7 @@ class NvmlSession:
         clock: Callable[[], float] = time.monotonic,
         mark: UseMark | None = None,
     ) -> None:
-        """`mark` is held while NVML is initialised, so that other processes can see it."""
+        """Hold `mark` while NVML is initialised, so that other processes can see it."""
         self._loader = loader
         self.mark = mark
         self._clock = clock
@@ -114,8 +104,8 @@ class NvmlSession:
     def kept_open(self) -> Iterator[int]:
         """Keep NVML initialised during the calls made inside.
 
-        Yields the number of the opening: handles and event sets of an earlier opening are invalid. Raises:
-        NvmlUnavailableError if NVML is not initialised, or if a thread waits to close it and no operation is running.
+        Yields the number of the opening: handles of an earlier opening are invalid. Raises: NvmlUnavailableError, also
+        if a thread waits to close NVML and no operation is running.
         """
         call = object()
         with self._turn:
@@ -132,12 +122,10 @@ class NvmlSession:
 
     @contextmanager
     def operation(self, patience: Callable[[], float]) -> Iterator[None]:
-        """Keep NVML initialised until the operation ends, however long a change to a GPU takes. Reentrant in
-        the same thread.
+        """Keep NVML initialised until the operation ends, however long. Reentrant in the same thread.
 
-        Waits while NVML is being initialised or is about to be, unless that hangs; `patience` returns the limit in
-        seconds, and is called only in this case. Raises: NvmlUnavailableError, or the error of the last `reopen`; the
-        errors of `patience`.
+        Waits up to `patience` seconds for an opening, unless it hangs. Raises: NvmlUnavailableError, or the error of
+        the last `reopen`.
         """
         thread = threading.get_ident()
         if thread in self._operations:
@@ -157,7 +145,6 @@ class NvmlSession:
                 self._turn.notify_all()
 
     def close(self) -> None:
-        """Shuts NVML down for good and ignores errors."""
         with self._turn:
             was_open, self.is_open = self.is_open, False
             self._is_over = True
@@ -174,7 +161,7 @@ class NvmlSession:
             _log.warning("nvml_not_shut_down", reason="shut NVML down: it hangs in the NVIDIA driver")
 
     def release(self, why: str) -> None:
-        """Shuts NVML down until the next `reopen`; `why` is the error text for all calls until then.
+        """Shut NVML down until the next `reopen`; `why` is the error text until then.
 
         Raises: NvmlInUseError, without any change, while a call is running.
         """
@@ -192,8 +179,8 @@ class NvmlSession:
     def reopen(self) -> None:
         """Initialise NVML, after a shutdown if it is open, so that NVML detects GPUs that came or went.
 
-        Raises: NvmlUnavailableError; RetryableError if access is refused; NvmlInUseError, without any change,
-        if a call does not end within a few seconds or hangs, or while NVML is paused.
+        Raises: NvmlUnavailableError; RetryableError if access is refused; NvmlInUseError, without any change, if a call
+        does not end within a few seconds, or while NVML is paused.
         """
         with self._turn:
             self._wait_until_free("initialise NVML again", _PATIENCE_S)
@@ -213,10 +200,9 @@ class NvmlSession:
     def closed(self, patience: Callable[[], float]) -> Iterator[None]:
         """Close NVML in this process, so that another kernel driver can bind a GPU.
 
-        The first caller closes NVML, and the last one initialises it again; operations wait until then. `patience`
-        returns how many seconds to wait for running calls, and then for the shutdown. Must not be used within an
-        operation. Raises: NvmlInUseError, if a call takes longer or hangs (then nothing has changed) or if the
-        shutdown hangs; the errors of `patience`.
+        The first caller closes NVML, and the last one initialises it again; operations wait until then. Must not be
+        used within an operation. Raises: NvmlInUseError if a call does not end within `patience` seconds (then nothing
+        has changed) or if the shutdown hangs.
         """
         if threading.get_ident() in self._operations:
             raise RuntimeError("NVML cannot be closed within an operation of the same thread")
@@ -241,10 +227,6 @@ class NvmlSession:
             self._open_again()
 
     def change_lasts_s(self) -> float:
-        """Return for how many seconds NVML has been initialising or shutting down; 0 if it is not.
-
-        More than a few seconds means that it hangs in the NVIDIA driver.
-        """
         change = self._change
         return 0.0 if change is None else self._clock() - change[1]
 
@@ -257,7 +239,6 @@ class NvmlSession:
         return self._is_first or self._reopens or bool(self._pausing) or self._change is not None
 
     def _wait_until_free(self, what: str, wait_s: float) -> None:
-        """Wait until no call is running. Raises: NvmlInUseError if a call hangs, or still runs after `wait_s`."""
         until = time.monotonic() + wait_s
         self._waiting += 1
         try:
@@ -289,13 +270,13 @@ class NvmlSession:
         return None
 
     def _begin(self, what: str) -> bool:
-        """Reserves opening and closing for the caller until `_end`. Returns whether NVML was open."""
+        """Reserve opening and closing until `_end`. Returns whether NVML was open."""
         was_open, self.is_open = self.is_open, False
         self._change = (what, self._clock())
         return was_open
 
     def _why_closed(self) -> NvmlUnavailableError:
-        """Return the reason as a new error object, because a traceback belongs to one thread."""
+        """Return a new error object, because a traceback belongs to one thread."""
         if self._change is not None and self.change_lasts_s() >= _HANGS_AFTER_S:
             return NvmlPausedError(self._hang_text(self._change[0]))
         if self._pausing or self._waiting:
@@ -314,10 +295,7 @@ class NvmlSession:
     def _changed(
         self, work: Callable[[], None], wait_s: float, then: Callable[[], None] = lambda: None
     ) -> bool:
-        """Run `work`, which may hang, in a new thread, then end the change and call `then`.
-
-        Returns whether the work ended within `wait_s` seconds.
-        """
+        """Run `work`, which may hang, in a new thread; return whether it ended within `wait_s` seconds."""
         ended = threading.Event()
 
         def do() -> None:
@@ -346,7 +324,6 @@ class NvmlSession:
             self._turn.notify_all()
 
     def _open_again(self) -> None:
-        """Initialise NVML after the last pause, unless its shutdown still hangs."""
         with self._turn:
             if self._pausing or self._change is not None or not self._reopens or self._is_over:
                 return
@@ -386,9 +363,7 @@ class NvmlSession:
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """Hold the mark from before the initialisation, and releases it if the initialisation fails. A failure to
-        lock does not prevent the use of NVML.
-        """
+        """Hold the mark from before the initialisation. A failure to lock does not prevent the use of NVML."""
         if self.mark is not None:
             with suppress(StateError):
                 self.mark.hold()
@@ -406,9 +381,7 @@ class NvmlSession:
             pynvml.nvmlShutdown()
 
     def _shut_down(self) -> None:
-        """Keep the mark if device files stay open, because the NVIDIA driver then refuses to reset these
-        GPUs.
-        """
+        """Keep the mark if device files stay open: the NVIDIA driver then refuses to reset these GPUs."""
         self._end_session()
         left = open_device_files()
         if left:
@@ -418,7 +391,6 @@ class NvmlSession:
 
 
 def open_device_files() -> list[str]:
-    """Return the NVIDIA device files that this process has open."""
     found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

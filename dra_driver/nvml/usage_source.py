@@ -1,7 +1,7 @@
 """Reads the usage of GPUs and MIG devices for commands and metrics, each value best effort.
 
-NVML has no utilisation for MIG devices. From Hopper on it has samples of their GPU instances (GPM), and two samples
-give a utilisation. So the first reading of a device has no utilisation, and each reading takes one sample.
+NVML has no utilisation for MIG devices. From Hopper on, two samples of their GPU instances (GPM) give one, so the first
+reading has none.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.session import NvmlSession
 
 _SAMPLED_US = 2_000_000
-"""NVML averages the use of a process over the time since a given moment. `nvidia-smi pmon` uses about this period."""
 _FULL = 100
 _SHORTEST_S = 1.0
-"""The minimum time between two samples of a device. A reading before that, such as for a second Prometheus, gets the
-previous value."""
+"""A reading sooner after the last sample, such as for a second Prometheus, gets the previous value."""
 _ALL_LINKS = 0xFFFFFFFF
-"""As the scope of a field, this is the sum of all NVLinks of the GPU."""
+"""The scope of a field that sums all NVLinks of the GPU."""
 _TRAFFIC: Mapping[str, tuple[int, int, int]] = {
     "nvlink_sent_bytes": (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS, 1024),
     "nvlink_received_bytes": (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS, 1024),
     "pcie_sent_bytes": (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, 0, 1),
     "pcie_received_bytes": (pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, 0, 1),
 }
-"""By the name in `GpuMeters`: field, scope, and bytes of NVML's unit."""
+"""Field, scope, and bytes of NVML's unit."""
 _THROTTLES: Mapping[Throttle, int] = {
     "sw_power_cap": pynvml.nvmlClocksEventReasonSwPowerCap,
     "hw_slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
@@ -47,11 +45,6 @@ _MHZ = 1_000_000
 
 
 def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
-    """Return the GPU's load; values that NVML does not report are None. `handle` must be of this session.
-
-    Raises: DeviceLostError if the GPU does not answer; NvmlUnavailableError; RetryableError if it cannot be
-    found for another reason.
-    """
     handle = gpu_handle(uuid, None) if handle is None else handle
     memory = query(read_memory, handle)
     rates = query(pynvml.nvmlDeviceGetUtilizationRates, handle)
@@ -68,7 +61,6 @@ def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
 
 
 def read_meters(handle: Handle) -> GpuMeters:
-    """Return the GPU's meters. Raises: DeviceLostError, NvmlUnavailableError."""
     energy = query(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
     sm = query(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
     memory = query(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM)
@@ -94,9 +86,6 @@ def read_meters(handle: Handle) -> GpuMeters:
 
 
 def clock_reasons(handle: Handle) -> int:
-    """Return the reasons for the current clocks as NVML's bits. Falls back to an older call. Raises:
-    pynvml.NVMLError.
-    """
     try:
         return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     except pynvml.NVMLError_FunctionNotFound:
@@ -104,7 +93,6 @@ def clock_reasons(handle: Handle) -> int:
 
 
 def temperature(handle: Handle) -> int:
-    """Return degrees Celsius. Falls back to an older call. Raises: pynvml.NVMLError."""
     try:
         return int(pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU))
     except pynvml.NVMLError_FunctionNotFound:
@@ -112,11 +100,7 @@ def temperature(handle: Handle) -> int:
 
 
 def read_memory(handle: Handle) -> Any:
-    """Return NVML's struct. The newer call excludes memory reserved by the NVIDIA driver; falls back to the
-    older call.
-
-    Raises: pynvml.NVMLError.
-    """
+    """Prefer the newer call, which excludes memory reserved by the NVIDIA driver. Raises: pynvml.NVMLError."""
     try:
         return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
     except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):
@@ -125,8 +109,6 @@ def read_memory(handle: Handle) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A GPM sample. `percent` is the utilisation since the previous sample, None for the first."""
-
     buffer: Handle
     taken_at: float
     percent: int | None
@@ -135,8 +117,7 @@ class _Sample:
 class UsageSource:
     """Reads usage for the metrics. Different GPUs may be read at the same time, but each GPU by only one thread.
 
-    `sees_all` is whether this process is in the host's PID namespace. In other namespaces NVML does not show
-    the processes of other containers.
+    Only in the host's PID namespace (`sees_all`) NVML shows the processes of other containers.
     """
 
     def __init__(
@@ -153,13 +134,11 @@ class UsageSource:
         session.before_shutdown.append(self._end_session)
 
     def _end_session(self) -> None:
-        """Frees the samples of all GPUs, which are useless in another session."""
         samples, self._samples = self._samples, {}
         for one in (one for of_gpu in samples.values() for one in of_gpu.values()):
             _free(one)
 
     def _processes(self, gpu: GpuAddress, handle: Handle, load: GpuLoad) -> Sequence[GpuProcess] | None:
-        """Return None if this process cannot see the processes of other containers."""
         if not self.sees_all:
             return None
         return with_utilisation(handle, read_gpu_processes(gpu.uuid, handle), load.utilisation_percent)
@@ -168,7 +147,7 @@ class UsageSource:
         """Return the usage of the GPU and of these MIG devices; devices that are gone are omitted.
 
         Does not search for MIG devices, because that can take NVML seconds. Raises: DeviceLostError,
-        NvmlUnavailableError; RetryableError if the processes cannot be read.
+        NvmlUnavailableError, RetryableError.
         """
         with self._session.kept_open():
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
@@ -177,10 +156,7 @@ class UsageSource:
             return GpuUse(load, found, self._processes(gpu, handle, load), read_meters(handle))
 
     def measure(self, gpu: GpuAddress, devices: Collection[MigAddress], since: float) -> GpuMeasure:
-        """Return a reading of the GPU and these MIG devices, with the samples since a time in seconds since 1970.
-
-        Raises: the errors of `read`.
-        """
+        """Return a reading, with the samples since a time in seconds since 1970. Raises: the errors of `read`."""
         with self._session.kept_open():
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
             memory = query(read_memory, handle)
@@ -204,7 +180,6 @@ class UsageSource:
     def _of_mig(
         self, gpu: GpuAddress, handle: Handle, devices: Collection[MigAddress]
     ) -> Mapping[str, GpuLoad]:
-        """Return the loads of these MIG devices by UUID, and forgets the samples of others."""
         samples = self._samples.setdefault(gpu.uuid, {})
         for uuid in samples.keys() - {device.uuid for device in devices}:
             _free(samples.pop(uuid))
@@ -222,13 +197,11 @@ class UsageSource:
         return found
 
     def read_processes(self, gpu: GpuAddress) -> GpuUse:
-        """Return only the processes on the GPU. Raises: the errors of `read`."""
         with self._session.kept_open():
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
             return GpuUse(GpuLoad(), {}, read_gpu_processes(gpu.uuid, handle) if self.sees_all else None)
 
     def _percent(self, handle: Handle, device: MigAddress, samples: dict[str, _Sample]) -> int | None:
-        """Return the utilisation of a MIG device since its last sample."""
         now, before = self._clock(), samples.get(device.uuid)
         if before is not None and now - before.taken_at < _SHORTEST_S:
             return before.percent
@@ -245,14 +218,11 @@ class UsageSource:
 def with_utilisation(
     handle: Handle, processes: Sequence[GpuProcess], gpu_percent: int | None
 ) -> Sequence[GpuProcess]:
-    """Return the processes on a GPU with their utilisation, if NVML reports it. `gpu_percent` is the utilisation of
-    the whole GPU.
+    """Return the processes with their utilisation, if NVML reports it. `gpu_percent` is that of the whole GPU.
 
-    NVML has samples only of processes that ran a kernel in the last seconds. A process without a sample was
-    idle if another process has a sample, or if the GPU was idle. Otherwise, and always next to an MPS server, NVML
-    may have no samples of the process at all, so its utilisation is unknown.
-
-    Raises: the errors of `read_load`.
+    NVML has samples only of processes that ran a kernel in the last seconds. A process without a sample was idle if
+    another process has a sample, or if the GPU was idle. Otherwise, and always next to an MPS server, NVML may have no
+    samples of the process at all, so its utilisation is unknown.
     """
     samples = query(_process_samples, handle) if processes else None
     if samples is None:
@@ -273,7 +243,6 @@ def with_utilisation(
 
 
 def _process_samples(handle: Handle) -> Sequence[Any]:
-    """Raise pynvml.NVMLError."""
     since = time.time_ns() // 1000 - _SAMPLED_US
     try:
         samples: Sequence[Any] = pynvml.nvmlDeviceGetProcessUtilization(handle, since)
@@ -286,7 +255,7 @@ def _process_samples(handle: Handle) -> Sequence[Any]:
 
 
 def _busy_samples(handle: Handle, since: float) -> Sequence[tuple[float, float]]:
-    """Return (time, percentage) of each sample of the utilisation, oldest first. Raises: pynvml.NVMLError."""
+    """Return (time, percentage) of each sample, oldest first."""
     try:
         kind, samples = pynvml.nvmlDeviceGetSamples(
             handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, int(since * 1e6)
@@ -303,7 +272,6 @@ _VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 def _mig_handle(handle: Handle, device: MigAddress) -> Handle | None:
-    """Return None if the device is gone or replaced. Raises: DeviceLostError, NvmlUnavailableError."""
     instance = query(pynvml.nvmlDeviceGetGpuInstanceById, handle, device.gpu_instance_id)
     compute = instance and query(
         pynvml.nvmlGpuInstanceGetComputeInstanceById, instance, device.compute_instance_id
@@ -320,7 +288,6 @@ def _has_samples(handle: Handle) -> bool:
 
 
 def _sample(handle: Handle, gpu_instance_id: int) -> Handle:
-    """Raise pynvml.NVMLError."""
     buffer = pynvml.nvmlGpmSampleAlloc()
     try:
         return pynvml.nvmlGpmMigSampleGet(handle, gpu_instance_id, buffer)
@@ -330,7 +297,6 @@ def _sample(handle: Handle, gpu_instance_id: int) -> Handle:
 
 
 def _busy_between(first: Handle, second: Handle) -> int | None:
-    """Return the busy time in percent; None for an impossible value. Raises: pynvml.NVMLError."""
     wanted = pynvml.c_nvmlGpmMetricsGet_t()
     wanted.version, wanted.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, 1
     wanted.sample1, wanted.sample2 = first, second

@@ -1,4 +1,4 @@
-"""Reads the node's PCI cards for discovery: the kernel's view, combined with this plugin's ledger."""
+"""The node's PCI cards: the kernel's view, combined with this plugin's ledger."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class KnownCards:
-    """The selected cards, and all cards that this plugin has bound, even if they are no longer selected.
+    """The selected cards, and all cards that this plugin has bound.
 
-    `selected` is None if passthrough is off. If the ledger of a card cannot be read, the claim records of this boot are
-    used instead.
+    If the ledger of a card cannot be read, the claim records of this boot are used instead.
     """
 
     cards: VfioCards
@@ -32,7 +31,7 @@ class KnownCards:
     selected: Callable[[Gpu], bool] | None
 
     def read(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
-        """Return the cards in bus order; `gpus` are the GPUs that NVML lists. Raises: StateError."""
+        """Return the cards in bus order; `gpus` are those that NVML lists. Raises: StateError."""
         ours = self.owned()
         names = {one.pci_bus_id: one.product_name for one in self.ledger.details(OwnedCard)} if ours else {}
         shown = {gpu.pci_bus_id: gpu for gpu in gpus}
@@ -44,10 +43,8 @@ class KnownCards:
         )
 
     def owned(self) -> dict[str, str]:
-        """Return the GPU UUIDs, by bus ID, of the cards that this plugin bound in this boot or is about to
-        bind.
-
-        Raises: StateError.
+        """Return GPU UUIDs, by bus ID, of cards that this plugin bound in this boot or is about to bind. Raises:
+        StateError.
         """
         ours = {one.pci_bus_id: one.gpu_uuid for one in self.ledger.details(OwnedCard)}
         if unreadable := self.ledger.unreadable():
@@ -68,8 +65,8 @@ class KnownCards:
 class Passthrough:
     """The GPUs for virtual machines, as discovery, health and readiness see them.
 
-    Also used while passthrough is off, because earlier claims may still need cleanup. While it is off, nothing is read
-    on a node whose ledgers list no card.
+    Also used while passthrough is off, because earlier claims may need cleanup. Then nothing is read on a node whose
+    ledgers list no card.
     """
 
     def __init__(self, known: KnownCards) -> None:
@@ -79,14 +76,14 @@ class Passthrough:
         self._cards: tuple[Card, ...] = ()
 
     def open(self) -> None:
-        """Check whether passthrough has any work. Call this after the ledger is open. Raises: StateError."""
+        """Check whether there is any work. Call this after the ledger is open. Raises: StateError."""
         ledger = self._known.ledger
         self._is_on = self._is_wanted or bool(ledger.details(OwnedCard)) or bool(ledger.unreadable())
 
     def cards(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
-        """Return the node's cards; `gpus` are the GPUs that NVML lists.
+        """Return the node's cards; `gpus` are those that NVML lists. Raises: StateError.
 
-        Logs which cards no virtual machine can get, once and after each change. Raises: StateError.
+        Logs which cards no virtual machine can get, after each change.
         """
         if not self._is_on:
             return ()
@@ -97,26 +94,18 @@ class Passthrough:
         return self._cards
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Report a problem if passthrough is on but none of the node's GPUs can be given to a virtual
-        machine.
-        """
         text = unavailable(self._cards) if self._is_wanted else None
         return [] if text is None else [NodeProblem("passthrough-unavailable", text)]
 
     def taken(self) -> frozenset[str]:
-        """Return the UUIDs of the GPUs that this plugin has bound to vfio or is about to bind, so NVML may not list
-        them.
-
-        Empty if the ledger cannot be read.
-        """
+        """Return the UUIDs of owned cards, which NVML may not list; empty if the ledger cannot be read."""
         with suppress(StateError):
             return frozenset(self._known.owned().values()) if self._is_on else frozenset()
         return frozenset()
 
 
 def _known(card: Card, ours: dict[str, str], gpu: Gpu | None, name: str | None) -> Card:
-    """Completes the kernel's card with its UUID (from NVML if possible, otherwise from the ledger), its name and its
-    owner.
+    """Complete the kernel's card with its UUID, its name and its owner.
 
     A card of ours without a driver is being rebound; treat it as bound.
     """
@@ -127,17 +116,10 @@ def _known(card: Card, ours: dict[str, str], gpu: Gpu | None, name: str | None) 
 
 
 def refused(cards: Sequence[Card]) -> Mapping[str, str]:
-    """Return why cards are not published, by bus ID."""
     return {card.bus_id: card.problem for card in cards if card.problem is not None}
 
 
 def unavailable(cards: Sequence[Card]) -> str | None:
-    """Return one sentence if there are cards but none can be published; cards with the same reason are
-    grouped.
-
-    For example `no GPU of this node can be used by a virtual machine: 0000:1b:00.0, 0000:1c:00.0: <reason>;
-    <remedy>`.
-    """
     reasons = refused(cards)
     if not cards or len(reasons) < len(cards):
         return None

@@ -1,5 +1,5 @@
-"""Binds a card to vfio for a virtual machine, and undoes this. Both run in the GPU's lane, and only this module changes
-the card's driver.
+"""Binds a card to vfio for a virtual machine, and undoes this. Both run in the GPU's lane, and only this module
+changes the card's driver.
 
     NVIDIA's driver ──detail──▶ persistence off ──▶ NVML closed ──▶ no driver ──▶ vfio driver, NVML open
           ▲                                                                             │
@@ -11,8 +11,8 @@ the card's driver.
 | after the detail is written | also the detail | the step or its undo continues from the state in sysfs |
 | after the last write of the undo | the detail | the undo finds nothing to do and removes the detail |
 
-A failed step is undone at once, so no card is left without a driver. A write to the kernel that blocks keeps
-only the lane busy: NVML is reopened for the other GPUs, and the step is undone when the write has returned.
+A failed step is undone at once. A write to the kernel that blocks keeps only the lane busy: NVML is reopened for the
+other GPUs, and the step is undone when the write has returned.
 """
 
 from __future__ import annotations
@@ -56,22 +56,20 @@ _log = structlog.get_logger(__name__)
 
 _MODULE_S = 10.0
 _NVML_S = 15.0
-"""How long a bind waits for other NVML operations to end."""
+"""For other NVML operations to end."""
 _WRITE_S = 15.0
-"""Limit for one write. The kernel blocks the write until every program has closed the card."""
+"""For one write. The kernel blocks it until every program has closed the card."""
 _RELEASE_S, _CHECK_EVERY_S = 2.0, 0.05
 _STUCK_FIRST_S, _STUCK_MOST_S = 5.0, 60.0
 _NODE_S = 3.0
 _UNDO_S = 40.0
 _RESCAN_S = 10.0
 _TOGETHER_S = 3.0
-"""How long the binds of one claim wait for each other, so that NVML is closed only once for all of them."""
+"""The binds of one claim wait for each other, so that NVML is closed only once."""
 
 
 @dataclass(eq=False)
 class _Rendezvous:
-    """Synchronises the binds of one claim: errors in `failed`, and the number of binds that have `ended`."""
-
     plan: Plan
     barrier: threading.Barrier
     failed: list[str] = field(default_factory=list)
@@ -82,10 +80,9 @@ class _Rendezvous:
 class VfioSteps:
     """Runs and undoes `BindVfio`. Must not be called during an NVML operation.
 
-    While `pause` is entered, NVML is closed in every process of the plugin; its arguments are a description
-    for logs and errors, and a function that returns how many seconds to wait for running NVML calls. `rescan` starts a
-    new discovery and waits for it: as many seconds as its argument says, or not at all for None. `detached` returns why
-    NVML must stay closed; None if it may be open.
+    While `pause` is entered, NVML is closed in every process of the plugin; its arguments are a description for
+    errors, and a function that returns how many seconds to wait for NVML calls. `rescan` waits that many seconds for
+    a new discovery, or not at all for None. `detached` returns why NVML must stay closed.
     """
 
     cards: VfioCards
@@ -102,10 +99,9 @@ class VfioSteps:
         self._guard = threading.Lock()
 
     def do(self, step: BindVfio, plan: Plan) -> None:
-        """Binds the card to its vfio driver. A failed bind is undone at once.
+        """Bind the card. A failed bind is undone at once.
 
-        Raises: ClaimRefusedError, DeviceBusyError that names the users of the card, RetryableError,
-        StateError.
+        Raises: ClaimRefusedError, DeviceBusyError that names the users of the card, RetryableError, StateError.
         """
         try:
             with self._rendezvous(plan) as wait_for_others:
@@ -117,7 +113,7 @@ class VfioSteps:
             raise
 
     def undo(self, step: BindVfio, ref: ClaimRef) -> None:
-        """Restores the drivers that the card had before.
+        """Restore the card's drivers.
 
         Raises: DeviceBusyError that names the virtual machine that uses the card; RetryableError, StateError.
         """
@@ -127,7 +123,6 @@ class VfioSteps:
             self._return(step)
 
     def in_place(self, step: BindVfio, record: ClaimRecord) -> bool:
-        """Whether the GPU has a vfio driver."""
         card = self.cards.card(step.pci_bus_id)
         return card is not None and card.driver in _vfio(step, card)
 
@@ -161,11 +156,7 @@ class VfioSteps:
         self.rescan(None)
 
     def _refuse(self, step: BindVfio, card: Card) -> None:
-        """Refuses a card that cannot be bound, and a card that a virtual machine uses, because the kernel would block
-        the write.
-
-        Raises: ClaimRefusedError, RetryableError.
-        """
+        """Refuse a card that cannot be bound, or that a virtual machine uses: the kernel would block the write."""
         if card.problem is not None:
             raise ClaimRefusedError(
                 f"GPU {step.gpu_uuid} ({card.bus_id}) cannot be used by a virtual machine: {card.problem}"
@@ -190,10 +181,10 @@ class VfioSteps:
             raise NvmlUnavailableError(reason)
 
     def _prepare_card(self, step: BindVfio, now: Mapping[str, str | None]) -> None:
-        """Record the current drivers; if NVML still lists the GPU, also turns persistence mode off.
+        """Record the current drivers; if NVML still lists the GPU, also turn persistence mode off.
 
-        Raises: DeviceBusyError; RetryableError if other programs have the GPU open, which is checked without
-        closing NVML.
+        Raises: DeviceBusyError; RetryableError if other programs have the GPU open, which is checked without closing
+        NVML.
         """
         session, is_in_nvml = self.nvml.session, now[step.pci_bus_id] == NVIDIA
         with session.operation(nvml_wait_s) if is_in_nvml else nullcontext():
@@ -232,8 +223,8 @@ class VfioSteps:
         return None if override is not None and is_vfio(override) and override != driver else override
 
     def _refuse_programs(self, step: BindVfio) -> None:
-        """Raise RetryableError if programs still have the GPU open shortly after NVML was closed and
-        persistence mode turned off, or if this is unknown.
+        """Raise RetryableError if programs still have the GPU open shortly after NVML was closed, or if this is
+        unknown.
 
         The wait is short, because NVML is closed for all GPUs and a monitoring program never exits.
         """
@@ -252,8 +243,8 @@ class VfioSteps:
     def _rendezvous(self, plan: Plan) -> Iterator[Callable[[], None]]:
         """Yield a function that waits for the other binds of the claim, up to a limit.
 
-        The function raises RetryableError with the error of a failed bind, because binding the other cards would close
-        NVML for nothing.
+        It raises RetryableError with the error of a failed bind, because binding the other cards would close NVML for
+        nothing.
         """
         uid, count = plan.claim.ref.uid, sum(isinstance(step, BindVfio) for step in plan.steps)
         with self._guard:
@@ -282,7 +273,7 @@ class VfioSteps:
     # --- back ----------------------------------------------------------------------------------
 
     def _roll_back(self, step: BindVfio) -> bool:
-        """Undoes a failed bind. Returns whether the undo succeeded."""
+        """Undo a failed bind; returns whether this succeeded."""
         try:
             with until(time.monotonic() + _UNDO_S):
                 self._return(step)
@@ -334,7 +325,6 @@ class VfioSteps:
             self.ledger.remove(entry)
 
     def _refuse_return(self, step: BindVfio, card: Card, driver: str | None) -> None:
-        """Refuses to move a card that a virtual machine may use. Raises: DeviceBusyError, RetryableError."""
         self._refuse_detached()
         if driver is not None and not self.cards.has_driver(driver):
             raise NvmlUnavailableError(
@@ -349,10 +339,7 @@ class VfioSteps:
         _refuse_users(step, users)
 
     def _restore_drivers(self, moves: Sequence[Move], step: BindVfio) -> None:
-        """Make all moves, even if the move of another function of the card fails: it must not keep the GPU bound.
-
-        If a driver does not accept its function, the kernel chooses another driver.
-        """
+        """Make all moves, even if the move of another function of the card fails: it must not keep the GPU bound."""
         for move in moves:
             try:
                 self._wait_for_write(self._make([move]), step)
@@ -376,11 +363,7 @@ class VfioSteps:
         return {bus_id: self.cards.bound_driver(bus_id) for bus_id in card.functions}
 
     def _make(self, moves: Iterable[Move]) -> NotAnsweredError | None:
-        """Make the moves in order. Returns the error of a move that blocks, without making the moves after
-        it.
-
-        Raises: RetryableError.
-        """
+        """Make the moves up to one that blocks; returns its error. Raises: RetryableError."""
         with only_writes():
             return self._made(moves)
 
@@ -402,11 +385,11 @@ class VfioSteps:
         return None
 
     def _wait_for_write(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:
-        """Wait until a blocked write has returned, however long it takes, because nothing else may touch the
-        card until then. Then raises the error of the write.
+        """Wait until a blocked write has returned, because nothing else may touch the card until then. Then raise
+        its error.
 
-        NVML is open again, and the kernel may be waiting for NVML itself. So NVML is closed briefly from time
-        to time, when no other process has the GPU open.
+        The kernel may be waiting for NVML itself, which is open again. So NVML is closed briefly from time to time,
+        when no other process has the GPU open.
         """
         if stuck is None:
             return
@@ -425,9 +408,7 @@ class VfioSteps:
 
 
 def nvml_wait_s() -> float:
-    """Return how many seconds an operation waits for NVML. Raises: RetryableError if the call has no time
-    left.
-    """
+    """Return how many seconds an operation waits for NVML. Raises: RetryableError if the call has no time left."""
     return seconds_for("wait for NVML", _NVML_S)
 
 
@@ -436,14 +417,11 @@ def _prefers_iommufd(step: BindVfio, plan: Plan) -> bool:
 
 
 def _vfio(step: BindVfio, card: Card) -> tuple[str, ...]:
-    """Return all drivers that count as vfio: the name of a card's own driver may be unknown before its
-    module is loaded.
-    """
+    """Return all drivers that count as vfio: a card's own driver may be unknown before its module is loaded."""
     return (step.vfio_driver, card.vfio_driver, VFIO_PCI)
 
 
 def _refuse_users(step: BindVfio, users: Iterable[str]) -> None:
-    """Raise DeviceBusyError."""
     if found := list(users):
         raise DeviceBusyError(_in_use(step, found))
 

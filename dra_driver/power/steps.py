@@ -1,4 +1,4 @@
-"""The steps that limit the power and the clocks of a GPU, and their undos."""
+"""The steps that limit power and clocks. Their methods raise as in `GpuLimits`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ _WATT_MW = 1000
 
 
 class PowerLimitSteps(SettingSteps[SetPowerLimit]):
-    """Does and undoes `SetPowerLimit`, and sets the node's limit on GPUs without a claim."""
+    """Also sets the node's limit on GPUs without a claim."""
 
     def __init__(
         self, limits: GpuLimits, ledger: Ledger, default_w: int | None, gpus: Callable[[], Iterable[str]]
     ) -> None:
-        """`default_w` is the limit of GPUs without a claim; None leaves them as they are. `gpus` as in
-        `SettingSteps`.
-        """
+        """`default_w` None leaves GPUs without a claim as they are. `gpus` as in `SettingSteps`."""
         super().__init__(
             SetPowerLimit,
             ledger,
@@ -34,15 +32,14 @@ class PowerLimitSteps(SettingSteps[SetPowerLimit]):
         self._limits = limits
 
     def read(self, step: SetPowerLimit) -> int:
-        """Return the limit in milliwatts. Raises: as in `GpuLimits`."""
+        """Return milliwatts."""
         return self._limits.power_mw(step.gpu_uuid)
 
     def write(self, step: SetPowerLimit, value: int) -> None:
-        """Set the limit in milliwatts. Raises: as in `GpuLimits`."""
         self._limits.set_power(step.gpu_uuid, value)
 
     def accepted(self, step: SetPowerLimit) -> SetPowerLimit:
-        """Return the step with the nearest limit that the GPU accepts. Raises: as in `GpuLimits`."""
+        """Return the step with the nearest limit that the GPU accepts."""
         least, most = self._limits.power_range_w(step.gpu_uuid)
         return replace(step, limit_w=min(most, max(least, step.limit_w)))
 
@@ -51,12 +48,11 @@ class PowerLimitSteps(SettingSteps[SetPowerLimit]):
         return abs(found - value) < _WATT_MW
 
     def text(self, value: int) -> str:
-        """Return the limit in watts."""
         return watts(value)
 
 
 class ClockSteps(SettingSteps[LockClocks]):
-    """Does and undoes `LockClocks`. NVML does not report which clocks are locked."""
+    """NVML does not report which clocks are locked."""
 
     def __init__(self, limits: GpuLimits, ledger: Ledger) -> None:
         super().__init__(LockClocks, ledger, otherwise="remove clocks from the claim's parameters")
@@ -66,13 +62,11 @@ class ClockSteps(SettingSteps[LockClocks]):
         """Return None."""
 
     def write(self, step: LockClocks, value: tuple[int, int] | None) -> None:
-        """Lock or unlock the clock. Raises: as in `GpuLimits`."""
         if value is None:
             self._limits.unlock_clock(step.gpu_uuid, step.domain)
         else:
             self._limits.lock_clock(step.gpu_uuid, step.domain, *value)
 
     def text(self, value: tuple[int, int]) -> str:
-        """Return a range such as `1200 to 1500 MHz`."""
         least, most = value
         return f"{least} to {most} MHz"

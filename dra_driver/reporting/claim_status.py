@@ -1,8 +1,4 @@
-"""Keeps `status.devices` of claims up to date: which devices a claim holds, and whether they work.
-
-Events are sent at once; a separate thread writes statuses. The status of every claim is checked when the plugin
-starts, because the previous process may not have written it. It is checked again after reports were lost.
-"""
+"""Keeps `status.devices` of claims up to date: which devices a claim holds, and whether they work."""
 
 from __future__ import annotations
 
@@ -30,8 +26,6 @@ _MAX_REMEMBERED = 1024
 
 @dataclass(slots=True)
 class _GivenStatus:
-    """A claim's status as passed to the recorder, and whether the API server has stored it."""
-
     devices: tuple[DeviceStatus, ...]
     is_written: bool = False
 
@@ -41,11 +35,8 @@ class _GivenStatus:
 
 @dataclass(eq=False)
 class ClaimStatusReporter:
-    """Passes the status of claims to the recorder. Thread-safe.
-
-    Passes a status only if it differs from the last one that this process wrote, or if it was removed from the
-    claim since then: the kubelet prepares every claim again after it restarts. `record` returns a claim's record
-    by the claim's UID.
+    """Passes a status to the recorder only if this process has not written it, or someone removed it: the kubelet
+    prepares every claim again after it restarts. Thread-safe.
     """
 
     recorder: EventRecorder
@@ -59,18 +50,12 @@ class ClaimStatusReporter:
         self._given: dict[str, _GivenStatus] = {}  # by claim UID
 
     def prepared(self, record: ClaimRecord) -> None:
-        """A claim was prepared and has just been read from the API server. Passes its status unless it is
-        already written.
-        """
+        """The claim has just been read from the API server."""
         with self._lock:
             self._give(record, record.claim.reported)
 
     def renew(self, uid: str, reported: frozenset[ReportedDevice] | None = None) -> None:
-        """Pass a claim's status if it differs from the last one written.
-
-        If `reported`, the devices in the current status, is given, passes the status only if a device is missing
-        from it.
-        """
+        """With `reported`, the devices in the current status, do nothing if none is missing there."""
         # The record is read under the lock, so that a newer status from a concurrent Prepare is not
         # overwritten.
         with self._lock:
@@ -83,7 +68,6 @@ class ClaimStatusReporter:
                 self._give(record, reported, only_removed=reported is not None)
 
     def forget(self, ref: ClaimRef) -> None:
-        """The claim is no longer prepared. The API server removes its status together with its allocation."""
         with self._lock:
             self._given.pop(ref.uid, None)
             self.recorder.claim_gone(ref)
@@ -120,14 +104,12 @@ class ClaimStatusReporter:
 
 
 _CLAIMS_AT_ONCE = 10
-"""No more than the recorder writes between two calls, so that its queue has room for other reports."""
+"""No more than the recorder writes between two calls: its queue needs room."""
 _LOST_AGAIN_S = 60.0
 
 
 @dataclass(eq=False)
 class ClaimHealthReporter:
-    """Reports health changes of GPUs to their claims."""
-
     recorder: EventRecorder
     statuses: ClaimStatusReporter
     records: Callable[[], Mapping[str, ClaimRecord]]
@@ -145,7 +127,6 @@ class ClaimHealthReporter:
         self._lost_again_at = 0.0
 
     def health_changed(self, change: HealthChange) -> None:
-        """The health of a GPU or of a MIG instance changed."""
         with self._lock:
             self._changed_gpus.add(change.target.gpu_uuid)
         event = event_of(change)
@@ -156,10 +137,7 @@ class ClaimHealthReporter:
                 self.recorder.claim_event(ref, reason, text, warning=is_warning)
 
     def renew_statuses(self) -> None:
-        """Find the claims whose status may have changed, and renews some of them. Called every two seconds.
-
-        Raises: StateError.
-        """
+        """Renew some of the statuses that may have changed. Called every two seconds. Raises: StateError."""
         inventory = self.inventory()
         if inventory is None:
             return
@@ -177,7 +155,7 @@ class ClaimHealthReporter:
             self.statuses.renew(uid)
 
     def _were_lost(self) -> bool:
-        """Whether the recorder dropped reports since this method last returned True; True at most once a minute."""
+        """Whether the recorder dropped reports since the last True; at most once a minute."""
         dropped, now = self.recorder.dropped, self.clock()
         if dropped == self._dropped or now < self._lost_again_at:
             return False
@@ -185,7 +163,6 @@ class ClaimHealthReporter:
         return True
 
     def _holders(self, target: HealthTarget) -> Sequence[ClaimRef]:
-        """Return the claims that hold the target or a part of it."""
         try:
             inventory, records = self.inventory(), self.records().values()
             return [

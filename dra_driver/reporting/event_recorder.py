@@ -1,7 +1,6 @@
 """Sends events and claim statuses to the API server from a separate thread.
 
-The queue is bounded, merges equal reports, and limits the rate. A caller never waits and never gets an error:
-reports that cannot be written are counted and dropped.
+The queue is bounded, merges equal reports, and limits the rate. A caller never waits and never gets an error.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ _REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class ReportLimits:
-    """Limits for the number and rate of reports. Times are in seconds; at most `most` reports are queued.
+    """Times are in seconds.
 
-    The same event is reported again only after `again_s`, with the number of times that it happened until
-    then. A claim's status is reported after `settle_s`, so that the kubelet's concurrent calls are answered
-    first.
+    The same event is sent again only after `again_s`, with its count. A claim's status waits for `settle_s`, so that
+    the kubelet's concurrent calls are answered first.
     """
 
     most: int = 256
@@ -52,8 +50,6 @@ class ReportLimits:
 
 @dataclass(frozen=True, slots=True)
 class ClaimEvent:
-    """An event for a claim and the pods that use it."""
-
     ref: ClaimRef
     reason: EventReason
     message: str
@@ -62,7 +58,7 @@ class ClaimEvent:
 
 @dataclass(frozen=True, slots=True)
 class ObjectEvent:
-    """An event for one object. A `minor` event is sent after all others, and dropped before them."""
+    """A `minor` event is sent after all others, and dropped before them."""
 
     about: EventObject
     reason: EventReason
@@ -73,11 +69,7 @@ class ObjectEvent:
 
 @dataclass(frozen=True, slots=True)
 class ClaimState:
-    """The status of all our devices in a claim; only a claim's newest status matters.
-
-    `written` is called when the API server has stored the status. `is_first` is set if Prepare just read the claim
-    and its status had no device.
-    """
+    """The status of all our devices in a claim. `is_first`: Prepare just read the claim, and it had no status."""
 
     ref: ClaimRef
     devices: tuple[DeviceStatus, ...]
@@ -90,15 +82,13 @@ Report = ClaimEvent | ObjectEvent | ClaimState
 
 @dataclass(slots=True)
 class QueuedReport:
-    """A report, the number of times it was reported since it was last sent, and its due time."""
-
     report: Report
     times: int
     due: float
 
 
 class EventQueue:
-    """Reports in order of arrival. Times are seconds of a monotonic clock. Not thread-safe: its owner locks."""
+    """Not thread-safe. Times are seconds of a monotonic clock."""
 
     def __init__(self, limits: ReportLimits) -> None:
         self._limits = limits
@@ -112,9 +102,7 @@ class EventQueue:
         return len(self._queued)
 
     def put(self, report: Report, now: float) -> list[Report]:
-        """Add a report. If the queue is full, drop and return reports, possibly the new one: minor events first,
-        claim statuses last, and older reports before newer ones.
-        """
+        """Add a report, and return the reports that a full queue drops: minor events first, claim statuses last."""
         key = _key(report)
         known = self._queued.get(key)
         if known is not None:
@@ -135,11 +123,10 @@ class EventQueue:
         return now if sent_at is None else max(now, sent_at + self._limits.again_s)
 
     def withdraw_state(self, ref: ClaimRef) -> None:
-        """Remove a claim's status if it was not sent yet."""
         self._queued.pop(ref, None)
 
     def put_first(self, queued: QueuedReport) -> None:
-        """Put a report from `take`, or a part of it, back at the front, even if the queue is full."""
+        """Put a report from `take`, or a part of it, back, even if the queue is full."""
         key = _key(queued.report)
         newer = self._queued.get(key)
         if newer is not None:
@@ -150,9 +137,9 @@ class EventQueue:
         self._queued.move_to_end(key, last=False)
 
     def take(self, now: float, *, hurry: bool = False) -> QueuedReport | None:
-        """Remove and return the first report that may be sent now, minor events last; None if none may be sent.
+        """Remove and return the first report that may be sent now, minor events last.
 
-        With `hurry`, a report may be sent even if the same one was sent recently.
+        `hurry` ignores that the same event was sent recently.
         """
         ready = (entry for entry in self._queued.values() if self._ready_at(entry, now, hurry=hurry) <= now)
         queued = min(ready, key=lambda entry: is_minor(entry.report), default=None)
@@ -169,18 +156,14 @@ class EventQueue:
         return queued
 
     def ready_at(self, now: float, *, hurry: bool = False) -> float | None:
-        """Return when `take` will have a report; None if the queue is empty."""
         moments = (self._ready_at(queued, now, hurry=hurry) for queued in self._queued.values())
         return min(moments, default=None)
 
     def pause(self, until: float) -> None:
-        """Hold all reports back until `until`."""
         self._paused_until = until
 
     def forget_due_before(self, moment: float) -> int:
-        """Drop the events that were due before `moment`, and return their number. Claim statuses never
-        expire.
-        """
+        """Drop events, and return their number. Claim statuses never expire."""
         old = [
             key
             for key, queued in self._queued.items()
@@ -199,12 +182,10 @@ class EventQueue:
 
 
 def is_minor(report: Report) -> bool:
-    """Whether the report is sent after all others, and dropped before them."""
     return isinstance(report, ObjectEvent) and report.minor
 
 
 def _weight(report: Report) -> int:
-    """Return the drop order: the lowest is dropped first."""
     if isinstance(report, ClaimState):
         return 2
     return 0 if is_minor(report) else 1
@@ -222,12 +203,7 @@ _MAX_RETRY_AFTER_S = 120.0
 
 @dataclass(eq=False)
 class EventRecorder(BackgroundWorker):
-    """A bounded queue and the thread that sends its reports. Thread-safe.
-
-    `dropped` counts lost reports: the queue was full, or the API server was unreachable for minutes. Dropped
-    minor events are not counted. `failed` counts the reports that the API server rejected, `written` the
-    events and claim statuses that it accepted.
-    """
+    """A bounded queue and the thread that sends its reports. Thread-safe. `dropped` does not count minor events."""
 
     node: str
     events: EventWriter
@@ -249,7 +225,6 @@ class EventRecorder(BackgroundWorker):
         super().__init__("event-recorder", self._turn, self._crashed)
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of accepted, dropped and rejected events and claim statuses."""
         return {"written": self.written, "dropped": self.dropped, "failed": self.failed}
 
     def stop(self) -> bool:
@@ -266,15 +241,14 @@ class EventRecorder(BackgroundWorker):
         return has_ended
 
     def claim_event(self, ref: ClaimRef, reason: EventReason, message: str, *, warning: bool) -> None:
-        """Report an event for a claim and the pods that use it; the same event at most once a minute."""
+        """Report an event for a claim and the pods that use it."""
         self._put(ClaimEvent(ref, reason, message, warning))
 
     def minor_claim_event(self, ref: ClaimRef, reason: EventReason, message: str) -> None:
-        """Report an event for a claim but not its pods, after all other events; it may be dropped."""
+        """Report an event for a claim only, which may be dropped."""
         self._put(ObjectEvent(claim_object(ref), reason, message, warning=False, minor=True))
 
     def node_event(self, reason: EventReason, message: str, *, warning: bool, minor: bool = False) -> None:
-        """Report an event for this node; the same event at most once a minute. A `minor` event may be dropped."""
         self._put(ObjectEvent(node_object(self.node), reason, message, warning, minor))
 
     def claim_status(
@@ -285,16 +259,14 @@ class EventRecorder(BackgroundWorker):
         *,
         is_first: bool = False,
     ) -> None:
-        """Report the status of all our devices in a claim. Replaces an earlier status that was not written yet.
+        """Report the status of a claim's devices. Replaces a status that was not written yet. With `is_first`, the
+        recorder does not read the claim.
 
-        The recorder's thread calls `written` when the API server has stored the status, but not if the status was
-        dropped or needed no write. With `is_first`, the recorder writes without reading the claim: Prepare has just
-        read it, and the claim had no status.
+        The recorder's thread calls `written` when the API server has stored the status.
         """
         self._put(ClaimState(ref, tuple(devices), written, is_first))
 
     def claim_gone(self, ref: ClaimRef) -> None:
-        """The claim no longer holds any of our devices. Drops its status if it was not written yet."""
         with self._lock:
             self._queue.withdraw_state(ref)
 
@@ -314,7 +286,6 @@ class EventRecorder(BackgroundWorker):
             )
 
     def _turn(self) -> float:
-        """Send the next report, if it may be sent now. Returns the seconds until another report may be sent."""
         with self._lock:
             now, stop_by = self.clock(), self._stop_by
             at = self._queue.ready_at(now, hurry=stop_by is not None)
@@ -362,7 +333,7 @@ class EventRecorder(BackgroundWorker):
                     report.written()
 
     def _spread(self, report: ClaimEvent, queued: QueuedReport) -> None:
-        """Convert an event for a claim into one event for each object; these are sent and retried separately."""
+        """Convert an event for a claim into events for single objects, which are retried separately."""
         try:
             pods = tuple(self.claims.pods_of(report.ref, timeout_s=_REQUEST_S))
         except ApiRejectedError as error:

@@ -5,8 +5,8 @@
         ├── a call succeeds ─────────┤
         └── according to the API server, no pod on this node can need the claim
 
-The kubelet retries a failed Prepare every 60 to 90 seconds while the pod exists, but does not report when the
-pod is gone. So the plugin checks a claim in the API server if the kubelet has not retried for three minutes.
+The kubelet retries every 60 to 90 seconds, but does not report when the pod is gone. So the plugin checks the claim
+after three minutes without a retry.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ _log = structlog.get_logger(__name__)
 _MAX_CLAIMS = 256
 _LONGEST_ERROR = 1000
 _PROBLEM_AFTER_S = 10
-"""A single failure that the next call resolves is not a problem of the node."""
 _ASKED_AGAIN_WITHIN_S = 180
 _CHECK_EVERY_S = 60.0
 _LOOKS_AT_ONCE = 2
@@ -43,11 +42,10 @@ _SLOW_S = 10.0
 
 @dataclass(eq=False)
 class FailingClaims:
-    """Remembers failing claims, and is the source of their problems. Thread-safe; no method blocks.
+    """Thread-safe; no method blocks.
 
-    `pool` has this node's driver and pool names. `look` returns a claim's current state from the API server,
-    None if it does not exist; it raises a DraDriverError if the state is unknown. `slow` is called once for
-    each slow Prepare, with the seconds so far. `record` returns the record of a claim by the claim's UID.
+    `pool` has this node's driver and pool names. `look` returns a claim from the API server, None if it does not exist,
+    or raises a DraDriverError. `slow` is called once for each slow Prepare.
     """
 
     pool: tuple[str, str]
@@ -67,13 +65,11 @@ class FailingClaims:
         self._looking = BoundedCall("the API server", self._look_up)
 
     def all(self) -> tuple[FailingClaim, ...]:
-        """Return all failing claims, the most recent failure last."""
         with self._lock:
             return tuple(self._failing.values())
 
     @contextmanager
     def preparing(self, claims: Iterable[ClaimRef]) -> Iterator[None]:
-        """Tracks a running Prepare of these claims."""
         calls = {next(self._numbers): (ref, time.monotonic()) for ref in claims}
         with self._lock:
             self._under_way |= calls
@@ -86,7 +82,6 @@ class FailingClaims:
                 self._reported -= calls.keys()
 
     def failed(self, operation: Literal["prepare", "unprepare"], ref: ClaimRef, error: str) -> None:
-        """A call for the claim failed."""
         now = int(self.clock())
         with self._lock:
             before = self._failing.pop(ref.uid, None)
@@ -98,15 +93,11 @@ class FailingClaims:
                 del self._failing[next(iter(self._failing))]
 
     def succeeded(self, ref: ClaimRef) -> None:
-        """A call for the claim succeeded."""
         with self._lock:
             self._failing.pop(ref.uid, None)
 
     def restore(self, kept: Iterable[FailingClaim]) -> None:
-        """Add the failures that an earlier process knew, unless it prepared the claim after it had written them.
-
-        A prepared claim whose Prepare fails again is added again by its next failure.
-        """
+        """Add the failures of an earlier process, except Prepares of claims that are prepared by now."""
         lasting = {
             one.ref.uid: one for one in kept if one.operation != "prepare" or not self._is_prepared(one.ref)
         }
@@ -114,10 +105,7 @@ class FailingClaims:
             self._failing = lasting | self._failing
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return a problem for each claim that has failed more than once, or for ten seconds or more.
-
-        Also reports slow calls, and checks claims that the kubelet no longer retries.
-        """
+        """A claim is a problem if it has failed more than once, or for ten seconds."""
         self._report_slow()
         if self._failing:
             self._looking.start()
@@ -148,10 +136,7 @@ class FailingClaims:
             self.slow(ref, now - began)
 
     def _look_up(self) -> None:
-        """Forgets claims that no pod on this node can need. Keeps a claim if the API server does not answer.
-
-        Checks only a few claims at a time, starting with the least recently checked.
-        """
+        """Forget claims that no pod on this node can need, the least recently checked first."""
         now = time.monotonic()
         self._looked_at = {uid: at for uid, at in self._looked_at.items() if uid in self._failing}
         due = [
@@ -174,9 +159,7 @@ class FailingClaims:
                         del self._failing[one.ref.uid]
 
     def _may_be_wanted(self, ref: ClaimRef, now: ClaimNow | None) -> bool:
-        """Whether a pod on this node may still need the claim: the claim may have been allocated on another node
-        since it failed.
-        """
+        """The claim may have been allocated on another node since it failed."""
         if now is None or now.uid != ref.uid or not now.is_reserved:
             return False
         return any((driver, pool) == self.pool for driver, pool, _ in now.allocated or ())

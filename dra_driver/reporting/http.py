@@ -1,19 +1,10 @@
-"""The HTTP endpoint: metrics, and the probes for liveness, startup and readiness. The body of a failed probe gives
-the reason.
+"""The HTTP endpoint: metrics, and the probes for liveness, startup and readiness.
 
-prometheus_client's WSGI server serves the endpoint, with a thread for each connection. Three limits keep one client or
-one page from blocking the others:
+Limits keep one client or page from blocking the others: an idle connection is closed, a new connection above the
+maximum closes the oldest, and a page that is too busy answers 503.
 
-- A connection that sends nothing for ten seconds is closed.
-- The number of connections is limited: a new connection above the limit closes the oldest. If new connections were
-  refused instead, clients that send a byte now and then could block the probes.
-- The number of threads for one page is limited. At the limit, the page answers 503, and the other pages still work.
-
-A rolling update waits for readiness before it continues with the next node. So readiness fails for faults
-that a bad release or configuration causes on every node: the kubelet refuses the plugin, or nothing can be
-published. It does not fail for bad GPUs of this node, nor if the API server stops answering later: the new
-release does not cause such problems, stopping the update would not help, and the plugin still serves claims. Such
-problems are notes in the response.
+Readiness holds up a rolling update. So it fails only for faults that a bad release or configuration causes on every
+node. Other faults are notes in the response.
 """
 
 from __future__ import annotations
@@ -52,8 +43,6 @@ _NO_POLL_S = 3600.0
 
 
 class Response(NamedTuple):
-    """The response of a page."""
-
     status: int
     content_type: str
     body: bytes
@@ -62,10 +51,7 @@ class Response(NamedTuple):
 def problems_page(
     problems: Callable[[], Sequence[str]], notes: Callable[[], Sequence[str]] | None = None
 ) -> Page:
-    """Return a page: status 200 and `ok` if there are no problems, else 503 and one problem on each line.
-
-    The notes follow; they do not change the status.
-    """
+    """Answer 200 and `ok` if there are no problems, else 503 and the problems; then the notes."""
 
     def page() -> Response:
         found = problems()
@@ -77,18 +63,16 @@ def problems_page(
 
 
 def json_page(document: Callable[[], bytes]) -> Page:
-    """Return a page with status 200 and a JSON document."""
     return lambda: Response(200, "application/json", document())
 
 
 def metrics_page(registry: CollectorRegistry) -> Page:
-    """Return the page that Prometheus scrapes."""
     encode, content_type = choose_encoder("")
     return lambda: Response(200, content_type, encode(registry))
 
 
 def while_working(works: Callable[[], bool], page: Page) -> Page:
-    """Return the page, with status 503 while `works` returns False: then another process knows about the node."""
+    """Answer 503 while `works` returns False: then another process knows about the node."""
     return lambda: page() if works() else _IDLE
 
 
@@ -101,11 +85,9 @@ _BUSY = Response(503, _TEXT, b"too many requests for this page are still in prog
 
 
 class HttpEndpoint:
-    """Serves GET on `pages` by path, at `address` in the form `host:port`, `[IPv6]:port` or `:port`.
+    """`address` has the form `host:port`, `[IPv6]:port` or `:port`.
 
-    Without a host, or with `[::]`, it serves IPv4 and IPv6 clients on one port: the kubelet probes a pod at
-    its first address, which is an IPv6 address in many clusters. Raises: InvalidConfigError; FatalError if it
-    cannot listen.
+    Without a host, or with `[::]`, it serves IPv4 and IPv6. Raises: InvalidConfigError; FatalError if it cannot listen.
     """
 
     def __init__(self, address: str, pages: Mapping[str, Page]) -> None:
@@ -122,15 +104,12 @@ class HttpEndpoint:
 
     @property
     def port(self) -> int:
-        """The port in use; differs from the requested port if that was 0."""
         return self._server.server_port
 
     def start(self) -> None:
-        """Start serving."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop serving and close the socket."""
         if self._thread.ident is not None:
             self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
             self._server.shutdown()
@@ -139,9 +118,7 @@ class HttpEndpoint:
 
 class _Server(ThreadingWSGIServer):
     def __init__(self, listening: socket.socket, application: WSGIApplication) -> None:
-        """`listening` must be bound: the library would query DNS for the name of this host, and DNS may not
-        answer.
-        """
+        """`listening` must be bound: the library would query DNS for this host's name."""
         address = listening.getsockname()[:2]
         super().__init__(address, _Handler, bind_and_activate=False)
         self.socket.close()
@@ -153,7 +130,6 @@ class _Server(ThreadingWSGIServer):
         self._open_lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a new thread."""
         with self._open_lock:
             if len(self._open) >= _MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
@@ -164,13 +140,12 @@ class _Server(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def close_request(self, request: Any) -> None:
-        """Close a connection, which the client may already have closed."""
         with self._open_lock:
             self._open.pop(request, None)
         super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log at level debug that a client disconnected; the library would print a traceback."""
+        """Log at level debug; the library would print a traceback."""
         _log.debug("http_client_lost", client=str(client_address), exc_info=True)
 
 
@@ -181,14 +156,11 @@ class _Handler(WSGIRequestHandler):
         """Discards wsgiref's log line for each request."""
 
     def get_stderr(self) -> TextIO:
-        """Discards the traceback that wsgiref writes if a write fails, because the client has disconnected."""
+        """Discards wsgiref's traceback if the client has disconnected."""
         return StringIO()
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket at the first address of `host`, or at all addresses of both families if `host` is empty or
-    `::`. Raises: OSError.
-    """
     if host not in ("", "::"):
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
@@ -241,7 +213,7 @@ _STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod
 
 
 class Idle(NamedTuple):
-    """Why a process does not work on the node. A fault keeps a rolling update from continuing."""
+    """A fault holds up a rolling update."""
 
     text: str
     is_fault: bool
@@ -251,8 +223,7 @@ class Idle(NamedTuple):
 class Probes:
     """Results of the kubelet's probes over gRPC and HTTP: lists of sentences, empty if all is well.
 
-    `problems` returns a sentence for each problem of the node; these sentences are only notes. `idle` returns why this
-    process does not work on the node; None if it does. `was_ready`: this process has been ready at some time.
+    `problems` returns sentences that are only notes.
     """
 
     plugin: KubeletPlugin
@@ -267,15 +238,13 @@ class Probes:
         self._logged: list[str] | None = None
 
     def startup(self) -> list[str]:
-        """Return why the sockets have never responded."""
         return _listed(self.plugin.liveness.start_fault())
 
     def liveness(self) -> list[str]:
-        """Return why the kubelet cannot reach the sockets; nothing else fails this probe."""
         return _listed(self.plugin.liveness.fault())
 
     def readiness(self) -> list[str]:
-        """Return why a rolling update must not continue with the next node."""
+        """Return why a rolling update must not continue."""
         idle = self.idle()
         if idle is not None:
             faults = [idle.text] if idle.is_fault else []
@@ -286,11 +255,9 @@ class Probes:
         return faults
 
     def is_ready(self) -> bool:
-        """Whether readiness has no faults."""
         return not self.readiness()
 
     def notes(self) -> list[str]:
-        """Return the problems of this node that do not fail a probe, one sentence each."""
         failing, idle = self.readiness(), self.idle()
         if idle is not None:
             return [] if idle.is_fault else [idle.text]
@@ -308,15 +275,11 @@ class Probes:
         return []
 
     def _device_faults(self) -> tuple[list[str], list[str]]:
-        """Return faults and notes. A missing first discovery is a fault; later problems are notes."""
         problem = self.discovery.problem()
         lines = _listed(problem)
         return (lines, []) if problem == NOT_DISCOVERED else ([], lines)
 
     def _slice_faults(self) -> tuple[list[str], list[str]]:
-        """Return faults and notes. Without devices there is nothing to publish, and the note of `_device_faults`
-        says why.
-        """
         problem = self.publisher.problem
         lines = _listed(problem and f"slices: {problem}")
         if self.discovery.problem() not in (None, NOT_DISCOVERED):

@@ -1,7 +1,6 @@
 """The metrics that each scrape reads from other parts of the plugin, in limited time.
 
-Each view is registered as soon as the part that it reads exists. A scrape counts and omits a part that fails or does
-not answer in time, and shows the other parts.
+A scrape counts and omits a part that fails or is late.
 """
 
 from __future__ import annotations
@@ -43,12 +42,10 @@ _CAUSES = ("error", "timeout")
 _PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
 _OFFERED_TYPES = ("gpu", "mig", "possible_mig")
 _MAX_PODS = 16
-"""The maximum number of pods for one claim: a claim shared by hundreds of pods must not flood the time series
-database."""
+"""Hundreds of pods must not flood the time series database."""
 _CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 
 Instances = Mapping[str, MadeInstance]
-"""The on-demand MIG devices that exist, by device name."""
 Samples = Mapping[tuple[str, ...], float]
 InventorySource = Callable[[], Inventory | None]
 
@@ -76,7 +73,7 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
                      "parent_uuid", "uuid", "mig_instance"),
     "mps_daemons": ("MPS control daemons of the node.", "state"),
     "node_problem": ("1 while `/readyz` shows a problem or a note.",),
-    "partitions_unsupported": ("1 while MIG on demand is on, but the API server lacks partition support.",),
+    "partitions_unsupported": ("1 while the API server lacks the counters that the configuration needs.",),
     "publish_problem": ("1 while the slices in the API server are out of date.",),
     "problems": ("Problems of the node by kind, as in `/problems`.", "problem"),
     "published_slices": ("Slices of this node in the API server.",),
@@ -84,7 +81,7 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
     "unclaimed_memory_bytes": ("GPU memory in use by processes without a claim or container.", "uuid"),
     "withdrawn_devices": ("Bad devices that the slices omit, because taints cannot keep pods away.",),
 }  # fmt: skip
-"""Gauges of this node, by name without `nvidia_dra_`: help, and labels in addition to `driver`."""
+"""By name without `nvidia_dra_`: help, and labels in addition to `driver`."""
 _OF_PODS: Mapping[str, tuple[str, Callable[[PodUse], float | None]]] = {
     "utilization_ratio": ("Fraction of the last two seconds in which the pod computed on a whole GPU.",
                           lambda pod: None if pod.utilisation_percent is None else pod.utilisation_percent / 100),
@@ -92,8 +89,7 @@ _OF_PODS: Mapping[str, tuple[str, Callable[[PodUse], float | None]]] = {
                           lambda pod: pod.memory_bytes),
     "processes": ("Processes of the pod on a device.", lambda pod: pod.processes),
 }  # fmt: skip
-"""Gauges of each pod on a device of its claims, by name without `nvidia_dra_pod_`: help and value. `claim` is empty if
-the pod has the device through several claims."""
+"""By name without `nvidia_dra_pod_`: help and value."""
 _OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None]]] = {
     "utilization_ratio": ("Fraction of time in which programs computed on the device.", lambda _, load: _busy(load)),
     "memory_used_bytes": ("Memory in use on the device.", lambda _, load: load.memory_used_bytes),
@@ -102,8 +98,6 @@ _OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None
                   lambda device, _: device.processes),
     "gpu_fraction": ("Fraction of the GPU's memory that the device has.", lambda device, _: device.gpu_fraction),
 }  # fmt: skip
-"""Help and value of each gauge of a device. `shared` is true if several claims share the device, so that the usage of
-each claim is unknown."""
 _OfGpu = Callable[[GpuLoad, GpuMeters], Mapping[str, float | None]]
 _OF_GPUS: Mapping[str, tuple[str, str, _OfGpu]] = {
     "utilization_ratio": ("Fraction of time in which programs computed on the GPU.", "",
@@ -125,26 +119,20 @@ _OF_GPUS: Mapping[str, tuple[str, str, _OfGpu]] = {
     "throttled": ("1 while the GPU reduces its clocks for this reason.", "reason", lambda _, meters: {
         reason: None if meters.throttles is None else reason in meters.throttles for reason in THROTTLES}),
 }  # fmt: skip
-"""Of each GPU, with or without a claim, by name without `nvidia_dra_gpu_`: help, an additional label, and the values by
-that label."""
+"""By name without `nvidia_dra_gpu_`: help, an additional label, and the values by that label."""
 
 _OF_CLAIMS: Mapping[str, tuple[str, Literal["gpu_s", "busy_s", "energy_j"]]] = {
     "gpu_seconds": ("GPU-seconds for which claims had devices.", "gpu_s"),
     "busy_gpu_seconds": ("GPU-seconds in which programs of claims computed.", "busy_s"),
     "energy_joules": ("Energy of the devices of claims.", "energy_j"),
 }
-"""By name without `nvidia_dra_claim_` and `_total`: help and quantity. A namespace has no series of a quantity that is
-unknown for all of its claims."""
 
 
 class Views(Collector):
-    """Sources of metrics by name, each called in a separate thread; call each method that adds one once.
-
-    `errors` counts the sources that fail or are late in a scrape, by driver, source and cause.
-    """
+    """Sources of metrics by name, each called in a separate thread. Call each method once."""
 
     def __init__(self, driver: str, node: str, errors: Counter, *, within_s: float = _WITHIN_S) -> None:
-        """`within_s` is how long a scrape waits for all sources together."""
+        """`within_s` is for all sources together."""
         self._driver = driver
         self._node = node
         self._errors = errors
@@ -171,8 +159,6 @@ class Views(Collector):
             return found
 
     def prepared_devices(self, kinds: Callable[[], Iterable[str]]) -> None:
-        """The types of prepared devices, from the records, so that the counts are correct after a restart."""
-
         def read() -> Iterator[Metric]:
             tally = Tally(kind if kind in _PREPARED_TYPES else "unknown" for kind in kinds())
             yield _gauge(
@@ -190,10 +176,8 @@ class Views(Collector):
         made_uuid: Callable[[str], str | None],
         inventory: InventorySource,
     ) -> None:
-        """Which claim has which device, for which pods.
-
-        `made_uuid` returns the current UUID of an on-demand MIG device, by its name. The labels that
-        begin with `dra_` are those of the DCGM exporter.
+        """Which claim has which device, for which pods. The labels that begin with `dra_` are those of the DCGM
+        exporter.
         """
 
         def read() -> Iterator[Metric]:
@@ -232,8 +216,6 @@ class Views(Collector):
     def devices(
         self, inventory: InventorySource, health: HealthBook, instances: Callable[[], Instances]
     ) -> None:
-        """The published devices. `instances` may read files."""
-
         def read() -> Iterator[Metric]:
             found, made = inventory(), instances()
             tally: Tally[tuple[str, str]] = Tally()
@@ -246,12 +228,10 @@ class Views(Collector):
         self._add("devices", read)
 
     def usage(self, look: Callable[[], NodeUse]) -> None:
-        """Usage of the devices of claims, and memory without a claim. Each scrape queries NVML."""
+        """Each scrape queries NVML."""
         self._add("usage", lambda: self._usage(look()))
 
     def receipts(self, sums: Callable[[], Mapping[tuple[str, str, str], Part]]) -> None:
-        """What claims have used, by namespace, product and kind."""
-
         def read() -> Iterator[Metric]:
             found = sums()
             for name, (text, value) in _OF_CLAIMS.items():
@@ -262,20 +242,15 @@ class Views(Collector):
         self._add("receipts", read)
 
     def inventory(self, inventory: InventorySource) -> None:
-        """What discovery found."""
         self._add("inventory", partial(self._read_inventory, inventory))
 
     def health(self, inventory: InventorySource, health: HealthBook) -> None:
-        """The health of the physical GPUs, including lost ones, which discovery no longer lists."""
+        """Includes lost GPUs, which discovery no longer lists."""
         self._add("health", partial(self._read_health, inventory, health))
 
     def publishing(
         self, problem: Callable[[], str | None], slices: Callable[[], int], withdrawn: Callable[[], int]
     ) -> None:
-        """Whether the slices are current, how many slices of this node the API server has, and how many
-        unhealthy devices they omit.
-        """
-
         def read() -> Iterator[Metric]:
             yield self._one("publish_problem", problem() is not None)
             yield self._one("published_slices", slices())
@@ -284,8 +259,6 @@ class Views(Collector):
         self._add("publishing", read)
 
     def mig_layouts(self, layouts: Callable[[], Mapping[str, GpuLayout]]) -> None:
-        """The state of the node's MIG layout."""
-
         def read() -> Iterator[Metric]:
             found = layouts().values()
             yield self._gauge("mig_layout", {(one.gpu_uuid, one.layout, one.state): 1 for one in found})
@@ -293,16 +266,12 @@ class Views(Collector):
         self._add("mig_layout", read)
 
     def cleanups(self, cleanups: Callable[[], Iterable[PendingCleanup]]) -> None:
-        """What an Unprepare or a failed Prepare has not undone yet."""
-
         def kinds() -> Iterator[str]:
             return (step.cleanup for one in cleanups() for step in one.steps)
 
         self._show_tally("cleanups", "pending_cleanups", CLEANUP_KINDS, kinds)
 
     def maintenances(self, found: Callable[[], Iterable[Maintenance]]) -> None:
-        """The maintenance claims of this node; `found` may read files."""
-
         def read() -> Iterator[Metric]:
             yield self._gauge(
                 "maintenance_gpus",
@@ -316,21 +285,16 @@ class Views(Collector):
         self._add("maintenance", read)
 
     def value(self, source: str, name: str, read: Callable[[], float]) -> None:
-        """A gauge with a single value."""
         self._add(source, lambda: (self._one(name, read()),))
 
     def mps(self, states: Callable[[], Iterable[str]]) -> None:
-        """The state of each MPS daemon of the node."""
         self._show_tally("mps", "mps_daemons", MPS_STATES, states)
 
     def problems(self, codes: Callable[[], Iterable[ProblemCode]]) -> None:
-        """The number of the node's problems of each kind."""
         kinds = [code for code in get_args(ProblemCode) if code not in FOUND_BY_TOP]
         self._show_tally("problems", "problems", kinds, codes)
 
     def reports(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """The number of events and claim statuses by outcome."""
-
         def read() -> Iterator[Metric]:
             yield _family(
                 CounterMetricFamily,
@@ -451,7 +415,6 @@ class Views(Collector):
         )
 
     def _add(self, source: str, read: Callable[[], Iterable[Metric]]) -> None:
-        """Register `read`, which may read files or call another process, for every scrape."""
         for cause in _CAUSES:
             self._errors.labels(self._driver, source, cause)
         self._calls[source] = BoundedCall(source, lambda: tuple(read()))
@@ -463,8 +426,6 @@ class Views(Collector):
         values: Sequence[str],
         found: Callable[[], Iterable[str]],
     ) -> None:
-        """Count how often each value of a label occurs."""
-
         def read() -> Iterator[Metric]:
             tally = Tally(found())
             yield self._gauge(name, {(value,): tally[value] for value in values})
@@ -475,7 +436,6 @@ class Views(Collector):
         return self._gauge(name, {(): value})
 
     def _gauge(self, name: str, samples: Samples) -> Metric:
-        """Return one of `_GAUGES`; its first label is the name of our DRA driver."""
         text, *labels = _GAUGES[name]
         named = {(self._driver, *values): value for values, value in samples.items()}
         return _gauge(f"nvidia_dra_{name}", text, ("driver", *labels), named)
@@ -498,7 +458,6 @@ _gauge = partial(_family, GaugeMetricFamily)
 
 
 def _names(pods: Pods) -> Sequence[str]:
-    """Return the names of the first pods of a claim; one empty name if no pod is known."""
     return [pod.name for pod in (pods or ())[:_MAX_PODS]] or [""]
 
 
@@ -511,13 +470,12 @@ def _type_of(device: OfferedDevice) -> str:
 
 
 def _ids_of(instance: HealthTarget) -> str:
-    """Return `GPU instance ID/compute instance ID`; only the first ID for a whole GPU instance."""
+    """Return for example `3/0`; only the first ID for a whole GPU instance."""
     ids = (instance.gpu_instance_id, instance.compute_instance_id)
     return "/".join(str(number) for number in ids if number is not None)
 
 
 def _condition_of(device: OfferedDevice, health: HealthBook, instances: Instances) -> Condition:
-    """Return one word for the health of a device, from its GPU and its instance."""
     reasons = device_reasons(device, health.states(), instances)
     state = HealthState(HealthTarget(device.gpu.uuid), reasons)
     is_bound = (

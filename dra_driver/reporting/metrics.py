@@ -1,7 +1,6 @@
 """Counters and histograms that the plugin updates when something happens.
 
-The metrics of requests have the same names and labels as in NVIDIA's DRA driver, so that one dashboard serves both.
-`metric_views` has the metrics that are read at each scrape.
+Metrics of requests have the names of NVIDIA's DRA driver, so that one dashboard serves both.
 """
 
 from __future__ import annotations
@@ -43,11 +42,9 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
 _INTERNAL = "internal"
 
 REASONS = (*(reason for _, reason in _REASONS), _INTERNAL)
-"""All values of the label `error_type`."""
 
 
 def reason_of(error: Exception) -> str:
-    """Return the value of the label `error_type` for an error."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), _INTERNAL)
 
 
@@ -98,8 +95,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], _Labels]] = {
 class Metrics:
     """All metrics of the process in a separate registry; all start at zero.
 
-    `prepared` returns the type (`gpu`, `mig`, `vfio`) of each prepared device; it is called at each scrape,
-    like everything that `show` registers.
+    Each scrape calls `prepared`, which returns the types of prepared devices, such as `mig`.
     """
 
     def __init__(self, driver: str, node: str, prepared: Callable[[], Iterable[str]]) -> None:
@@ -136,7 +132,6 @@ class Metrics:
         self.show.prepared_devices(prepared)
 
     def ended(self, operation: Operation, duration_s: float, error: Exception | None = None) -> None:
-        """A claim's Prepare or Unprepare ended."""
         self._durations["request_duration_seconds"].labels(self._driver, operation).observe(duration_s)
         if error is None:
             self._counts["requests"].labels(self._driver, operation).inc()
@@ -144,39 +139,34 @@ class Metrics:
             self._counts[f"node_{operation}_errors"].labels(self._driver, reason_of(error)).inc()
 
     def waited(self, duration_s: float) -> None:
-        """A Prepare that waited for a device has ended, with or without success."""
         self._durations["release_wait_seconds"].labels(self._driver).observe(duration_s)
 
     def mig_changed(self, action: str, duration_s: float, error: Exception | None) -> None:
-        """The creation or destruction of a MIG device, or a switch of MIG mode, succeeded or failed."""
         if error is None:
             self._durations["mig_duration_seconds"].labels(self._driver, action).observe(duration_s)
         else:
             self._counts["mig_errors"].labels(self._driver, action, reason_of(error)).inc()
 
     def step_ended(self, step: str, action: StepAction, duration_s: float, error: Exception | None) -> None:
-        """Doing or undoing a step with the tag `step` succeeded or failed."""
         self._durations["step_duration_seconds"].labels(self._driver, step, action).observe(duration_s)
         if error is not None:
             self._counts["step_errors"].labels(self._driver, step, action).inc()
 
     def published(self, lag_s: float) -> None:
-        """Slices were written, `lag_s` seconds after the change that they show."""
+        """`lag_s` is the time since the change that the slices show."""
         self._durations["publish_lag_seconds"].labels(self._driver).observe(lag_s)
 
     def publish_failed(self, error: Exception) -> None:
-        """An update of the slices failed; the publisher retries."""
         self._counts["publish_errors"].labels(self._driver, reason_of(error)).inc()
 
     def api_answered(self, method: str, code: int | None) -> None:
-        """The API server answered a request with this status code; None if it did not answer."""
+        """None as `code` means that the API server did not answer."""
         self._counts["api_requests"].labels(
             self._driver, method, _NO_ANSWER if code is None else str(code)
         ).inc()
 
     @contextmanager
     def in_flight(self, operation: Operation) -> Iterator[None]:
-        """Count a gRPC call from its arrival to its response."""
         gauge = self._inflight.labels(self._driver, operation)
         gauge.inc()
         try:
@@ -187,9 +177,6 @@ class Metrics:
     def _shown(
         self, kind: Callable[..., _Shown], name: str, text: str, labels: Mapping[str, Sequence[str]]
     ) -> _Shown:
-        """Return a metric with a series for each combination of label values; the first label is the name of our
-        DRA driver.
-        """
         metric = kind(f"nvidia_dra_{name}", text, ("driver", *labels), registry=self.registry)
         for values in product(*labels.values()):
             metric.labels(self._driver, *values)

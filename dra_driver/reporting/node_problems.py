@@ -1,14 +1,6 @@
-"""Collects the problems of this node from the parts of the plugin, and shows them to users.
+"""Collects the problems of this node every two seconds, and shows them to users.
 
-Every two seconds, one turn calls the sources and compares their results with the last turn. A problem begins when a
-source returns it and ends when none does. Each change is logged, and most become events on the node. The readiness
-notes, the metric `nvidia_dra_problems`, the page `/problems` and the file `problems.json`, which `top` reads,
-show the results of the last turn.
-
-This process holds a lock while it lives, so that readers know whether `problems.json` is kept up to date.
-The JSON file exists only while there are problems or failing claims.
-
-`DiskWatch` is a source: it detects a directory that cannot be written, before a claim needs it.
+The file `problems.json`, which `top` reads, exists only while there are problems or failing claims.
 """
 
 from __future__ import annotations
@@ -51,14 +43,12 @@ _log = structlog.get_logger(__name__)
 
 _HANGS_AFTER_S = 30.0
 _PROBE = bytes(4096)
-"""Large enough to fail on a full disk, which may still accept an empty file."""
+"""A full disk may still accept an empty file."""
 
 
 class DiskWatch:
-    """Finds out whether files in `directory` can be written: the last write failed or hangs, or the file system is full
-    or read-only.
-
-    `write` writes a file durably and raises StateError.
+    """Detects that files in `directory` cannot be written, before a claim needs it. `write` is durable, and raises
+    StateError.
     """
 
     def __init__(
@@ -70,13 +60,14 @@ class DiskWatch:
         self._refusal: str | None = None
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return the problem of the directory, if it has one. Does not block on the disk."""
+        """Does not block on the disk."""
         text = self._fault()
         return [] if text is None else [NodeProblem("disk-not-writable", text, str(self.directory))]
 
     def look(self) -> None:
-        """Read the size of the disk. After a failed write, writes a small file, so that the problem ends as soon as a
-        write succeeds. Hangs if the disk does.
+        """Read the state of the disk. Hangs if the disk does.
+
+        After a failed write, write a small file: the problem ends as soon as a write succeeds.
         """
         self._refusal = _refusal(self.directory)
         failed = self._outcomes.failed_in(self.directory)
@@ -104,11 +95,7 @@ class DiskWatch:
 
 
 def _refusal(directory: Path) -> str | None:
-    """Return the error that a write would have; None if it may succeed, or if nothing is known about the
-    file system.
-
-    On a read-only file system a Prepare already fails at its lock, before it writes anything.
-    """
+    """Return the error that a write would certainly have."""
     try:
         disk = os.statvfs(directory)
     except OSError:
@@ -122,12 +109,11 @@ def _refusal(directory: Path) -> str | None:
 
 PROBLEMS_FILE: Final = "problems.json"
 WORKER_LOCK: Final = "worker.lock"
-"""Each process of the plugin locks byte 0 while it lives. `app/handover.py` uses the bytes from 4 on."""
+"""Each process of the plugin locks byte 0 while it lives: readers then know whether `problems.json` is kept up to date.
+`app/handover.py` uses the bytes from 4 on."""
 
 
 class Reported(NamedTuple):
-    """What the plugin reports about its node."""
-
     problems: tuple[NodeProblem, ...] = ()
     failing: tuple[FailingClaim, ...] = ()
 
@@ -138,15 +124,12 @@ def encode(reported: Reported, at: int) -> bytes:
 
 
 def decode(content: bytes) -> Reported:
-    """Decode the result of `encode`. Raises: StateError that describes the fault."""
+    """Raises: StateError."""
     return _FILE.read(content)[0]
 
 
 def read_problems(directory: Path) -> tuple[bool, Reported]:
-    """Return whether an instance of the plugin is running, and the last report.
-
-    Raises: StateError if either cannot be read.
-    """
+    """Return whether a process of the plugin is running, and the last report. Raises: StateError."""
     runs = UseMark(directory / WORKER_LOCK).is_held()
     content = read_or_none(directory / PROBLEMS_FILE)
     return runs, Reported() if content is None else decode(content)
@@ -175,14 +158,12 @@ ProblemSource = Callable[[], Iterable[NodeProblem] | None]
 """Return the current problems. A source that only does something regularly returns None."""
 
 _ANSWER_S = 5.0
-"""Sources return within milliseconds, unless the disk, the kernel or the machine is in trouble."""
 
 
 class Checks:
-    """Calls the sources of problems one after another, and keeps the last result of each.
+    """Calls the sources in turn, in a thread that is left behind if one hangs.
 
-    The calls run in a thread of their own, which is left behind if a source hangs. That source is not called again
-    until it returns. `sources` are named as in "the check of `name` failed".
+    That source is not called again until it returns.
     """
 
     def __init__(self, sources: Mapping[str, ProblemSource]) -> None:
@@ -193,11 +174,7 @@ class Checks:
         self._round, self._at = 0, ""
 
     def problems(self) -> Iterator[NodeProblem]:
-        """Call the sources, and yield their results.
-
-        The earlier problems of a source that fails or hangs remain, because no evidence shows that they ended. The
-        failure is an additional problem.
-        """
+        """The earlier problems of a source that fails or hangs remain, because nothing shows that they ended."""
         self._hanging = {name: call for name, call in self._hanging.items() if call.is_running}
         self._round += 1
         call = BoundedCall("the checks", partial(self._call_sources, self._round))
@@ -237,7 +214,7 @@ class Checks:
 _TURN_S = 2.0
 _LAST_WRITE_S = 1.0
 _WRITE_AGAIN_S = 60.0
-"""Some texts count seconds and change every time; such changes are written once a minute."""
+"""Some texts count seconds; such changes are written once a minute."""
 _LONGEST_EVENT = 1000
 """The API server accepts messages of up to 1,024 bytes."""
 
@@ -270,24 +247,17 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
     "slices-contested": ("SlicesContested", "SlicesUncontested", "No other program changes the node's slices"),
     "slices-not-published": ("SlicesNotPublished", "SlicesPublished", "The node's slices are published again"),
 }  # fmt: skip
-"""The event when a problem starts, the event when it ends, and the text of the latter. Other problems have no event
-here: claims and GPUs have their own (`PrepareFailed`, `GPUUnhealthy`), waiting for the first NVIDIA driver is normal,
-and a failed check appears in the notes."""
+"""The event when a problem starts, the event when it ends, and its text. Claims and GPUs have events of their own."""
 _CLAIM_EVENTS: Mapping[ProblemCode, EventReason] = {
     "maintenance-overdue": "MaintenanceOverdue",
     "mps-not-exclusive": "MpsNotExclusive",
     "mps-users-wait": "MpsUsersWait",
 }
-"""The event for the claims of a problem."""
 
 
 @dataclass(eq=False)
 class NodeProblems(BackgroundWorker):
-    """Collects the problems of the node, and reports changes.
-
-    `failing` is one of the sources; the file preserves its claims across restarts. Until `has_pool` returns True, no
-    source can return the problems of `FOUND_WITH_POOL`, and those of the previous process remain.
-    """
+    """Until `has_pool` returns True, the problems of `FOUND_WITH_POOL` of the previous process remain."""
 
     sources: Mapping[str, ProblemSource]
     failing: FailingClaims
@@ -311,7 +281,6 @@ class NodeProblems(BackgroundWorker):
         super().__init__("node-problems", self.turn)
 
     def start(self) -> None:
-        """Start, and lets other processes see that this one is running."""
         try:
             self._mark.hold()
         except StateError as error:
@@ -320,30 +289,25 @@ class NodeProblems(BackgroundWorker):
         super().start()
 
     def stop(self) -> bool:
-        """Stop, and lets other processes see that this one has stopped."""
         has_ended = super().stop()
         self._writing.result(_LAST_WRITE_S)  # a later write would replace the file of the next process
         self._mark.release()
         return has_ended
 
     def current(self) -> tuple[NodeProblem, ...]:
-        """Return all problems, in the order of their sources."""
         return self._shown
 
     def notes(self) -> list[str]:
-        """Return a sentence for each problem."""
         return [problem.text for problem in self.current()]
 
     def as_json(self) -> bytes:
-        """Return the problems as a JSON document."""
         return encode(Reported(self.current(), self.failing.all()), int(self.clock()))
 
     def codes(self) -> list[ProblemCode]:
-        """Return the code of each problem; problems of several subjects may have the same code."""
         return [problem.code for problem in self.current()]
 
     def turn(self) -> float:
-        """Check once, and log and report changes. Returns the seconds until the next check."""
+        """Return the seconds until the next check."""
         found, before = self._found_now(), self._shown
         self._shown = found
         self._log_changes(before, found)
@@ -372,7 +336,6 @@ class NodeProblems(BackgroundWorker):
                 _log.info("node_problem_ended", problem=one.code, subject=one.subject, since=one.since)
 
     def _report(self, problems: Sequence[NodeProblem]) -> None:
-        """Write an event for each problem code that began, has a new subject, or ended."""
         by_code: dict[ProblemCode, list[NodeProblem]] = {}
         for problem in problems:
             by_code.setdefault(problem.code, []).append(problem)
@@ -387,7 +350,6 @@ class NodeProblems(BackgroundWorker):
             self._reported[code] = subjects
 
     def _report_on_claims(self, problems: Sequence[NodeProblem]) -> None:
-        """Write an event for each claim that has a new problem."""
         found = {(*_key(one), ref.uid): (one, ref) for one in problems for ref in one.claims}
         for key, (problem, ref) in found.items():
             if key not in self._reported_on_claims:
@@ -395,9 +357,7 @@ class NodeProblems(BackgroundWorker):
         self._reported_on_claims = found.keys()
 
     def restore(self) -> None:
-        """Restores the failing claims of the previous process from the file, and its problems that this process
-        cannot know yet.
-        """
+        """Restore failing claims, and problems that this process cannot know yet."""
         try:
             before = read_problems(self.directory)[1]
         except StateError as error:
@@ -409,9 +369,7 @@ class NodeProblems(BackgroundWorker):
             self._reported[code] = self._reported.get(code, frozenset()) | {subject}
 
     def _keep(self, reported: Reported) -> None:
-        """Update the file in another thread, so that a hanging disk does not block the reports. Disk
-        failures are reported by their own source.
-        """
+        """Update the file in another thread: a hanging disk must not block the reports."""
         if self._writing.is_running or not self._is_due(reported):
             return
         self._to_write = reported

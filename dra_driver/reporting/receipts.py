@@ -3,17 +3,15 @@
     prepared ──▶ running ──Unprepare──▶ ended ──1,000 claims have ended since──▶ forgotten
                     └─ ended while no process of the plugin worked ──▶ cut ──▶ (as above)
 
-Prepare and Unprepare only put a note into a queue. The thread that checks the node for problems does the rest, so a GPU
-that hangs delays no claim.
+Prepare and Unprepare only queue a note; another thread does the rest, so a GPU that hangs delays no claim.
 
 | A crash … | loses |
 |---|---|
-| while a claim runs | busy time since the last write, except what NVML still has samples of; no time and no energy |
+| while a claim runs | busy time since the last write of which NVML has no samples; no time, no energy |
 | after a claim ended, before the next write | the end of the claim: it is `cut` at the last write |
 | before the first write of a claim that has ended | the claim, which ran for less than a minute |
 
-A process that hands over writes the file at its end, and only the process that works on the node reads or writes it.
-A reboot cuts all claims; the kubelet prepares them again, which begins new receipts.
+A reboot cuts all claims; the kubelet prepares them again.
 """
 
 from __future__ import annotations
@@ -52,14 +50,13 @@ _MEASURE_S = 10.0
 """NVML keeps about 20 s of samples."""
 _WRITE_S = 60.0
 _MAX_SERIES = 500
-"""Namespaces that come and go must not flood the time series database. The rest is counted with an empty namespace."""
+"""The rest has an empty namespace: namespaces must not flood the time series database."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptReceipts:
-    """The content of the file. `ended` are encoded receipts, oldest first: most of them never change. `energies` has
-    the last reading of each GPU by UUID: its time, in seconds since 1970, and its energy in joules. `sizes` are the MIG
-    profiles that the node offers.
+    """The content of the file. `ended` are encoded receipts, oldest first. `energies` has the last reading of each GPU
+    by UUID: its time, in seconds since 1970, and joules.
     """
 
     running: tuple[Receipt, ...] = ()
@@ -98,7 +95,6 @@ _FILE = FileFormat(
 
 
 def receipt_store(directory: Path) -> JsonStore[KeptReceipts]:
-    """Return the store of the file in the plugin directory; its value is named `receipts`."""
     return JsonStore(
         directory,
         _FILE.what,
@@ -115,7 +111,7 @@ def receipt_store(directory: Path) -> JsonStore[KeptReceipts]:
 
 
 def read_kept(directory: Path) -> KeptReceipts:
-    """Return the content of the file in the plugin directory. Raises: StateError."""
+    """Raises: StateError."""
     store = receipt_store(directory)
     kept = store.get(_NAME)
     if kept is None and store.in_place():
@@ -124,17 +120,15 @@ def read_kept(directory: Path) -> KeptReceipts:
 
 
 def ended_receipts(kept: KeptReceipts) -> Sequence[Receipt]:
-    """Return the receipts of ended claims, newest first."""
     return [_RECEIPT.decode(one) for one in reversed(kept.ended)]
 
 
 def kept_advice(kept: KeptReceipts, driver: str) -> Sequence[Advice]:
-    """Return the advice for running claims, then for ended ones, newest first."""
     return advice_of([*kept.running, *ended_receipts(kept)], kept.sizes, driver)
 
 
 def advice_of_page(text: str) -> Sequence[Advice]:
-    """Return the advice of a node from its page `/advice`. Raises: ValueError if another release wrote it."""
+    """Decode the page `/advice`. Raises: ValueError if another release wrote it."""
     try:
         return [_ADVICE.decode(one) for one in json.loads(text)["advice"]]
     except (StateError, TypeError, KeyError) as error:
@@ -143,10 +137,9 @@ def advice_of_page(text: str) -> Sequence[Advice]:
 
 @dataclass(eq=False)
 class Receipts:
-    """The receipts of a node. `prepared` and `unprepared` may be called by any thread; the others by one at a time.
+    """`prepared`, `unprepared` and `advice_as_json` may be called by any thread; the others by one at a time.
 
-    `measure` reads GPUs in limited time; `records` are those of all claims. `driver_loads` counts how often the NVIDIA
-    driver came back after it had been missing.
+    `measure` reads GPUs in limited time. `driver_loads` counts reloads of the NVIDIA driver.
     """
 
     store: JsonStore[KeptReceipts]
@@ -171,7 +164,7 @@ class Receipts:
         self._is_changed = self._is_open = False
 
     def start(self) -> None:
-        """Reads the file. Raises: StateError if the disk fails."""
+        """Raises: StateError if the disk fails."""
         self.store.load()
         kept = self.store.get(_NAME) or KeptReceipts()
         self._ended.extend(kept.ended)
@@ -184,7 +177,7 @@ class Receipts:
         self._is_open = True
 
     def stop(self) -> None:
-        """Writes the file for the next process. A running claim loses nothing, so GPUs are read only for ended ones."""
+        """Running claims lose nothing, so only GPUs of ended claims are read."""
         if self._is_open:
             self._is_open = False
             with suppress(StateError):
@@ -194,19 +187,16 @@ class Receipts:
         self.store.close()
 
     def prepared(self, record: ClaimRecord) -> None:
-        """A claim is prepared now, or was before."""
         self._notes.append((record.ref, record, self.clock()))
 
     def unprepared(self, ref: ClaimRef) -> None:
-        """A claim is no longer prepared."""
         self._notes.append((ref, None, self.clock()))
 
     def sums(self) -> Mapping[tuple[str, str, str], Part]:
-        """Return what claims have used since the start of the process, by namespace, product and kind."""
+        """Since the start of the process, by namespace, product and kind."""
         return self._sums.copy()
 
     def advice_as_json(self, driver: str) -> bytes:
-        """Return the document of the page `/advice`; any thread may call this."""
         found = [_ADVICE.encode(one) for one in kept_advice(self._kept(), driver)]
         return json.dumps({"advice": found}).encode()
 
@@ -217,10 +207,7 @@ class Receipts:
         return KeptReceipts(tuple(self._running.copy().values()), tuple(self._ended.copy()), energies, sizes)
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Measures and writes if it is time to. Returns a problem if a newer release wrote the file.
-
-        Raises: StateError if the file cannot be written.
-        """
+        """Measure and write when due. Returns a problem if a newer release wrote the file. Raises: StateError."""
         if not self._is_open or self.inventory() is None:
             return ()
         now = self.clock()
@@ -234,7 +221,6 @@ class Receipts:
         return self.store.problems()
 
     def _follow(self, now: float) -> bool:
-        """Opens the receipts of new claims and notes the end of others; returns whether there are any."""
         changed = False
         while self._notes:
             ref, record, at = self._notes.popleft()
@@ -273,7 +259,6 @@ class Receipts:
         return is_new
 
     def _account(self) -> None:
-        """Measures the GPUs of all holds, and closes the receipts of ended claims."""
         loads, self._loads = self._loads, self.driver_loads()
         if loads != self._loads:  # the energy counters began at 0
             self._last = {uuid: GpuMeasure(one.at) for uuid, one in self._last.items()}
@@ -328,7 +313,6 @@ class Receipts:
         self._is_changed = True
 
     def _write(self) -> None:
-        """Raises: StateError."""
         self.store.write(_NAME, self._kept(), durable=False, whole=True)
         self._is_changed = False
 

@@ -1,6 +1,4 @@
-"""Reports events of the node, claims and MIG devices: metrics change at once, and the event recorder informs users.
-`reporting/node_problems.py` reports lasting problems. `Reports` combines all reports of the plugin.
-"""
+"""Reports events of the node, claims and MIG devices. `reporting/node_problems.py` reports lasting problems."""
 
 from __future__ import annotations
 
@@ -42,10 +40,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class MpsClaims:
-    """Finds the problems of claims that use MPS, and reports once for each claim how containers must use it.
-
-    `daemons` returns the status of the MPS host. It is read only while claims use MPS.
-    """
+    """Finds the problems of claims that use MPS, and reports once how their containers must use it."""
 
     recorder: EventRecorder
     records: Callable[[], Mapping[str, ClaimRecord]]
@@ -56,7 +51,7 @@ class MpsClaims:
         self._advised: set[tuple[str, str]] = set()  # the claim's UID and the advice
 
     def problems(self) -> Iterator[NodeProblem]:
-        """Yield the problems of daemons for their claims. Raises: DraDriverError if a status cannot be read."""
+        """Raises: DraDriverError if a status cannot be read."""
         records = self.records()
         users = [record for record in records.values() if _daemons_of(record)]
         pods = {uid: record.claim.pods for uid, record in records.items()}
@@ -85,15 +80,12 @@ _CHANGED: Mapping[str, tuple[EventReason, str]] = {
     "create": ("MigDeviceCreated", "Created"),
     "destroy": ("MigDeviceDestroyed", "Destroyed"),
 }
-"""Event reason and verb for a created or destroyed MIG device."""
 
 
 @dataclass(eq=False)
 class Reporter:
-    """Receives events of Prepare, Unprepare and the MIG code.
-
-    `receipts` is None if they are switched off. `users` returns a claim whose record uses an on-demand MIG device.
-    `freed` is called after a claim was unprepared.
+    """`users` returns a claim whose record uses an on-demand MIG device. `freed` is called after a claim was
+    unprepared.
     """
 
     metrics: Metrics
@@ -107,12 +99,10 @@ class Reporter:
 
     @contextmanager
     def in_flight(self, action: Operation, claims: Sequence[ClaimRef]) -> Iterator[None]:
-        """Count a kubelet call from its arrival to its response."""
         with self.metrics.in_flight(action), self.failing.preparing(claims if action == "prepare" else ()):
             yield
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
-        """A claim is prepared."""
         self.metrics.ended("prepare", duration_s)
         self.failing.succeeded(ref)
         if record is None:
@@ -125,7 +115,6 @@ class Reporter:
             self.recorder.claim_event(ref, "MaintenanceStarted", text, warning=False)
 
     def unprepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
-        """A claim is no longer prepared, or never was. The API server removes its status with the allocation."""
         self.metrics.ended("unprepare", duration_s)
         self.failing.succeeded(ref)
         self.statuses.forget(ref)
@@ -138,26 +127,21 @@ class Reporter:
         self.freed()
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
-        """A Prepare that waited for a device has ended."""
         self.metrics.waited(duration_s)
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
-        """The plugin unprepared a claim that the kubelet would never have unprepared."""
         text = f"Released the devices of claim {ref}: the claim {why}, and the kubelet did not unprepare it"
         self.recorder.node_event("ClaimRecovered", text, warning=False)
 
     def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
-        """A claim was read, and its status has these devices. If devices are missing, the status is written again."""
         self.statuses.renew(ref.uid, reported)
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
-        """A deleted claim keeps its devices, because processes still use them."""
         self.recorder.node_event("ClaimStillInUse", f"Claim {ref} {text}", warning=True)
 
     def failed(
         self, action: Operation, ref: ClaimRef, duration_s: float, error: Exception, text: str
     ) -> None:
-        """A claim could not be prepared or unprepared; the cause is reported on the claim and its pods."""
         self.failing.failed(action, ref, text.partition(f"(UID {ref.uid}): ")[2] or text)
         self.metrics.ended(action, duration_s, error)
         reason: EventReason = "PrepareFailed" if action == "prepare" else "UnprepareFailed"
@@ -166,10 +150,8 @@ class Reporter:
     def mig_changed(
         self, action: MigAction, subject: str, duration_s: float, error: Exception | None
     ) -> None:
-        """The plugin created or destroyed a MIG device (`subject` is its name) or switched the MIG mode of a GPU
-        (`subject` is its UUID), or failed to do so.
-
-        For a device, called while the claim's record exists.
+        """`subject` is the name of a MIG device, or for MIG mode the GPU's UUID. For a device, the claim's record still
+        exists.
         """
         self.metrics.mig_changed(action, duration_s, error)
         match action:
@@ -179,7 +161,6 @@ class Reporter:
                 self._mode_changed(action.removeprefix("mode-"), subject, duration_s, error)
 
     def mig_layouts_changed(self, found: Sequence[GpuLayout]) -> None:
-        """The state of the MIG layout changed on these GPUs."""
         for one in found:
             outcomes: Mapping[LayoutState, tuple[EventReason, str]] = {
                 "applied": ("MigLayoutApplied", "is applied"),
@@ -238,7 +219,6 @@ class Reporter:
 
 
 def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
-    """Return a claim whose record uses the MIG device; None if no record does."""
     for record in records:
         if any(isinstance(step, CreateMig) and step.device == device for step in record.steps):
             return record.ref
@@ -246,12 +226,6 @@ def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
 
 
 class Reports:
-    """Everything that the plugin reports.
-
-    `recorder` writes events; `reporter` receives events of Prepare, Unprepare and MIG; `claims`, `failing` and `mps`
-    report about claims.
-    """
-
     def __init__(
         self,
         driver: str,
@@ -267,7 +241,6 @@ class Reports:
         mps_files: MpsHostFiles,
         on_release: Callable[[], None],
     ) -> None:
-        """`on_release` is called after a claim was unprepared."""
         self._lanes, self._records = lanes, records
         created_instance = ledger.created_instance
         self.recorder = EventRecorder(
@@ -291,7 +264,6 @@ class Reports:
         )
 
     def _prepare_is_slow(self, ref: ClaimRef, seconds: float) -> None:
-        """Report what is running on the GPUs of a claim whose Prepare takes a long time."""
         record, under_way = self._records.get(ref.uid), self._lanes.under_way()
         gpus = frozenset() if record is None else record.gpu_uuids
         doing = sorted(f"{under_way[uuid].what} on GPU {uuid}" for uuid in gpus & under_way.keys())

@@ -1,6 +1,4 @@
-"""Reads the usage of the devices of claims from all GPUs in limited time, and finds processes that have had
-memory on a GPU for ten minutes without a claim or container.
-"""
+"""Reads the usage of GPUs, and finds processes with GPU memory but without a claim or container."""
 
 from __future__ import annotations
 
@@ -39,16 +37,15 @@ Wanted = Mapping[str, tuple[Collection[MigAddress], float]]
 _WITHIN_S = 0.8
 """Shorter than the time that a scrape waits."""
 _APART_S = 0.02
-"""How long a GPU may delay the next one: threads that read at the same time slow each other down and use more CPU than
-the reading itself."""
+"""How long a GPU may delay the next one: reading at the same time costs more CPU."""
 
 
 @dataclass(eq=False)
 class Usage:
-    """Reads GPUs only when `look` is called; thread-safe.
+    """Reads GPUs only when a method is called, each in its own thread; thread-safe.
 
-    A GPU whose read hangs is not read again until that read ends, and later calls do not wait for it. `source` is
-    called in a separate thread for each GPU. `within_s` is how long a call waits for all GPUs together.
+    A GPU whose read hangs is not read again until that read ends. A call waits `within_s` for all GPUs, and omits those
+    that do not answer. Raises: StateError.
     """
 
     source: UsageSource
@@ -64,7 +61,6 @@ class Usage:
         self._hanging: dict[GpuAddress, BoundedCall[Any]] = {}
 
     def look(self) -> NodeUse:
-        """Return the current usage of all GPUs. Raises: StateError if the records cannot be read."""
         inventory, records = self.inventory() or Inventory(), [*self.records().values()]
         held = held_devices(records)
         addresses = mig_addresses(held, inventory, self.made)
@@ -84,18 +80,12 @@ class Usage:
         )
 
     def unclaimed(self) -> Mapping[str, Sequence[GpuProcess]]:
-        """Return the unclaimed processes of each GPU that answers in time, by GPU UUID. Reads only the processes
-        from the GPUs.
-
-        Raises: the errors of `look`.
-        """
         inventory, records = self.inventory() or Inventory(), [*self.records().values()]
         held = held_devices(records)
         gpus = self._ask(inventory.gpus, lambda gpu: partial(self.source.read_processes, gpu))
         return _unclaimed(gpus, held, mig_addresses(held, inventory, self.made), self._origins(gpus))
 
     def measure(self, wanted: Wanted) -> Mapping[str, GpuMeasure]:
-        """Return a reading of each wanted GPU that answers in time, by UUID."""
         gpus = [gpu for gpu in (self.inventory() or Inventory()).gpus if gpu.uuid in wanted]
         return self._ask(gpus, lambda gpu: partial(self.source.measure, gpu, *wanted[gpu.uuid]))
 
@@ -104,9 +94,6 @@ class Usage:
         return {pid: self.origin(pid) for pid in pids}
 
     def _ask(self, gpus: Iterable[Gpu], read_of: Callable[[GpuAddress], Callable[[], T]]) -> Mapping[str, T]:
-        """Return the readings of the GPUs that answer in time, by UUID. `read_of` returns a function that reads
-        a GPU.
-        """
         with self._turn:
             end = time.monotonic() + self.within_s
             hanging = {gpu: call for gpu, call in self._hanging.items() if call.is_running}
@@ -146,10 +133,7 @@ _REPORT_AFTER_S = 600.0
 
 @dataclass(eq=False)
 class UnclaimedMemory:
-    """Finds processes that stay unclaimed for ten minutes. Does not stop processes.
-
-    `look` returns unclaimed processes by the UUID of each GPU that answers; it may raise DraDriverError.
-    """
+    """Finds processes that stay unclaimed for ten minutes. `look` may raise DraDriverError."""
 
     look: Callable[[], Mapping[str, Sequence[GpuProcess]]]
     clock: Callable[[], float] = time.monotonic
@@ -159,7 +143,6 @@ class UnclaimedMemory:
         self._look_at = 0.0
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return a problem for each of these processes. Looks once a minute."""
         now = self.clock()
         if now >= self._look_at:
             unclaimed = self.look()

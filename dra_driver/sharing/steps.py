@@ -25,7 +25,7 @@ _MPS_STOP_S = 15.0
 
 
 class TimeSliceSteps(SettingSteps[SetTimeSlice]):
-    """Does and undoes `SetTimeSlice`. A claim without an interval has no such step."""
+    """A claim without an interval has no such step."""
 
     def __init__(self, nvidia_smi: NvidiaSmi, ledger: Ledger) -> None:
         super().__init__(
@@ -39,7 +39,6 @@ class TimeSliceSteps(SettingSteps[SetTimeSlice]):
         """Return None: neither NVML nor nvidia-smi reports the level."""
 
     def write(self, step: SetTimeSlice, value: int | None) -> None:
-        """Set the level. Raises: as in `SettingSteps`; StateError."""
         timeout = seconds_for(f"set the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
         try:
             self._nvidia_smi.set_time_slice(step.gpu_uuid, value or 0, timeout)
@@ -49,23 +48,19 @@ class TimeSliceSteps(SettingSteps[SetTimeSlice]):
             raise DriverGoneError(str(error)) from error
 
     def text(self, value: int) -> str:
-        """Return the name of a level, such as `Long`."""
         return INTERVALS[value]
 
 
 @dataclass(eq=False)
 class MpsSteps:
-    """Runs and undoes `RunMps`: one daemon for each device, or for several GPUs of one request. All claims that share
-    the devices use the same daemon.
+    """Runs one daemon for each device, or for several GPUs of one request; all claims on them use it. Raises: the
+    errors of `MpsHostFiles`; StateError if the daemon is in FAULT, or if the MIG device does not exist.
     """
 
     host: MpsHostFiles
     ledger: Ledger
 
     def do(self, step: RunMps, plan: Plan) -> None:
-        """Start the daemon if necessary, and wait until it responds. Raises: the errors of `MpsHostFiles.ensure`;
-        StateError if the daemon is in FAULT, or if the MIG device does not exist.
-        """
         timeout = seconds_for(f"start the MPS daemon of device {step.spec.device}", _MPS_START_S)
         status = self.host.ensure(self._of_today(step.spec), timeout)
         if status.state != "ready":
@@ -75,12 +70,11 @@ class MpsSteps:
             )
 
     def undo(self, step: RunMps, ref: ClaimRef) -> None:
-        """Stop the daemon. Raises: the errors of `MpsHostFiles.stop`."""
         device = step.spec.device
         self.host.stop(device, seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S))
 
     def _of_today(self, spec: MpsDaemonSpec) -> MpsDaemonSpec:
-        """Return the spec with the current UUID of a MIG device, which changes each time it is created."""
+        """Return the spec with the UUID of a MIG device, which changes at each creation."""
         if spec.uuid:
             return spec
         uuid = self.ledger.created_uuid(spec.device)
@@ -89,7 +83,7 @@ class MpsSteps:
         return replace(spec, uuid=uuid)
 
     def in_place(self, step: RunMps, record: ClaimRecord) -> bool:
-        """Whether the MPS host last reported that the device's daemon runs with these settings."""
+        """As the MPS host last reported."""
         try:
             return self.host.runs(self._of_today(step.spec))
         except StateError:

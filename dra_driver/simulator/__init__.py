@@ -1,8 +1,6 @@
 """Simulated machines with GPUs, for tests and for clusters without GPUs.
 
-`create_machine` writes a host root and keeps the machine's state in a file with a lock. `SimulatedLibrary` replaces the
-NVML library in the binding. `SimulatedDeviceNodes` reads the machine's device nodes: real nodes, or files that
-describe nodes. See machines/README.md for the format of machine files.
+`SimulatedLibrary` replaces the NVML library in the binding. See machines/README.md for the format of machine files.
 """
 
 from __future__ import annotations
@@ -34,22 +32,18 @@ __all__ = [
 HOSTILE = "SIMULATE_HOSTILE"
 """An environment variable that makes new machines behave like difficult real ones; the project's tests set it."""
 ELF = "SIMULATE_ELF"
-"""With HOSTILE: a directory of ELF files that replace the scripts, on simulated machines of this host's architecture.
-"""
+"""With HOSTILE: a directory of ELF files that replace the scripts, on machines of this host's architecture."""
 _OWN_FILES = ("machine.", "rendered", "root", ".")
-"""Prefixes of a machine's own files, some of which exist before machine.json."""
+"""Some exist before machine.json."""
 
 
 def create_machine(
     name: str, directory: Path, *, device_nodes: str = "auto", cdi_hook: bool | None = None
 ) -> Machine:
-    """Create a machine, or opens it if the directory already contains a machine of this name.
+    """Create a machine, or open it if the directory already contains a machine of this name.
 
-    `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root),
-    "described" or "auto". `cdi_hook` adds an nvidia-cdi-hook to the NVIDIA driver's programs.
-
-    Raises: InvalidConfigError for an unknown name or an invalid file, StateError for a directory that contains
-    another machine or other files.
+    `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root), "described" or
+    "auto". Raises: InvalidConfigError; StateError for a directory that contains another machine or other files.
     """
     state = catalogue.build(name)
     hostile = os.environ.get(HOSTILE) == "true"
@@ -79,10 +73,9 @@ def create_machine(
 
 
 def _make_hostile(state: State) -> None:
-    """Enable difficult but valid behaviour of real machines, which first-time users do not need.
+    """Enable difficult but valid behaviour of real machines.
 
-    Capability nodes of MIG devices exist only after someone creates them, and the first GPU has virtual
-    functions (SR-IOV) if its product supports them.
+    Capability nodes of MIG devices exist only after someone creates them, and the first GPU has virtual functions.
     """
     state.system["cap_nodes"] = False
     has_some = any(item.physical for item in state.functions)  # a recorded machine may have virtual functions
@@ -92,7 +85,6 @@ def _make_hostile(state: State) -> None:
 
 
 def open_machine(directory: Path) -> Machine:
-    """Open the machine in a directory. Raises: StateError if there is none."""
     require_machine(directory)
     machine = Machine(directory.resolve())
     machine.heal()
@@ -100,7 +92,6 @@ def open_machine(directory: Path) -> Machine:
 
 
 def require_machine(directory: Path) -> None:
-    """Raise StateError if there is no machine in a directory."""
     if not (directory / "machine.json").is_file():
         raise StateError(
             f"there is no simulated machine in {directory}; create one with "

@@ -39,9 +39,7 @@ _SYSTEM = {
     "vfio_modules": _VFIO_MODULES,
     "vfio_loaded": _VFIO_MODULES,
 }
-"""Valid values in `system`. `stopped` removes nvidia-imex's socket; `killed` leaves a socket on which no process
-listens.
-"""
+"""`stopped` removes nvidia-imex's socket; `killed` leaves a socket on which no process listens."""
 _REMOTE_PCI = ("real", "placeholder", "not-supported")
 _NAMESPACE = uuid.UUID("0f0c8c0e-5a70-5f0e-9a53-53696d4e5643")
 
@@ -64,7 +62,6 @@ _GPU_KEYS = {
 
 
 def machine_names() -> list[str]:
-    """Return the names of the machines that ship with the package."""
     return sorted(path.stem for path in MACHINES.glob("*.yaml") if not path.stem.startswith("_"))
 
 
@@ -85,7 +82,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> bytes:
-    """Return the values of a YAML text, pickled: unpickling a copy is ten times as fast as parsing the text."""
+    """Return the values pickled: unpickling a copy is ten times as fast as parsing the text."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return pickle.dumps(yaml.load(text, Loader=loader))  # noqa: S506 - both loaders are the safe ones
 
@@ -97,7 +94,6 @@ def driver_facts() -> dict[str, Any]:
 
 
 def locate(name: str) -> Path:
-    """Return the path of a machine file; `name` is a shipped machine or a path to a YAML file."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = Path(name)
         if not path.is_file():
@@ -112,7 +108,6 @@ def locate(name: str) -> Path:
 
 
 def load_models(extra: dict[str, Any] | None = None, only: set[str] | None = None) -> dict[str, Model]:
-    """Return GPU products by key; `extra`, such as a machine's `models:`, overrides or adds fields."""
     catalogue = _read(MACHINES / "_models.yaml")
     for key, fields in (extra or {}).items():
         catalogue[key] = {**catalogue.get(key, {}), **fields}
@@ -145,7 +140,7 @@ def _model(key: str, fields: dict[str, Any], tables: dict[str, Any]) -> Model:
 
 
 def build(name: str) -> State:
-    """Return the initial state of a machine."""
+    """Return the initial state of a machine. Raises: InvalidConfigError."""
     path = locate(name)
     document = _read(path)
     machine = path.stem
@@ -201,7 +196,6 @@ def check_system(facts: Mapping[str, Any]) -> None:
 
 
 def cuda_of_driver(version: str, otherwise: int) -> int:
-    """Return the CUDA version of a driver version's branch; `otherwise` if the branch is unknown."""
     return int(driver_facts()["cuda_of_branch"].get(int(version.partition(".")[0]), otherwise))
 
 
@@ -298,7 +292,7 @@ def lay_out_mig(gpu: Gpu, model: Model, layout: list[str]) -> None:
 
 
 def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
-    """Return a new GPU with the next free minor number, an unused bus number, and links to the machine's switches."""
+    """Return a new GPU with unused numbers and links to the machine's switches."""
     models = load_models(None, {model_key}) if model_key not in state.models else state.models
     model = models[model_key]
     minors = {gpu.minor for gpu in state.gpus if gpu.present}

@@ -20,7 +20,7 @@ _PREFIX = "NVML_ERROR_"
 WRITES = ("driver_override", "unbind", "bind", "drivers_probe", "modprobe")
 """Actions that change the driver of a PCI function. The code of their faults is an errno, or one of the following."""
 SMI = "nvidia-smi"
-"""Changes of settings with nvidia-smi. Their only fault is `no-effect`: nvidia-smi reports success."""
+"""Their only fault is `no-effect`: nvidia-smi reports success."""
 NO_EFFECT, HANG, LATE_USER = -1, -2, -3
 _BEHAVIOURS = {"no-effect": NO_EFFECT, "hang": HANG, "late-user": LATE_USER}
 _LANES = 16
@@ -28,12 +28,10 @@ _REPAIRS = ("channel", "tpc")
 
 
 def error_text(code: int) -> str:
-    """Return the text of nvmlErrorString for a return code."""
     return str(driver_facts()["errors"].get(code, "Unknown Error"))
 
 
 def code_text(fault: Fault) -> str:
-    """Return the meaning of a fault's code, for display."""
     if fault.function not in (*WRITES, SMI):
         return error_text(fault.code or 0).lower()
     behaviour = next((name for name, code in _BEHAVIOURS.items() if code == fault.code), None)
@@ -55,8 +53,8 @@ def error_code(value: int | str) -> int:
 
 
 def _write_code(value: int | str) -> int:
-    """Return the code for an errno (number or name, such as `EBUSY`), `no-effect`, `hang` (until the fault is
-    cleared), or `late-user` (a program opens the GPU just before the write).
+    """Return the code for an errno, `no-effect`, `hang` (until the fault is cleared), or `late-user` (a program opens
+    the GPU just before the write).
     """
     if isinstance(value, int) or value.isdigit():
         return int(value)
@@ -78,8 +76,7 @@ def make_fault(
     count: int | None = None,
     blocks_all: bool = False,
 ) -> Fault:
-    """Return a fault of this function. It affects one GPU if `gpu` is a UUID, and lasts for `count` calls or until
-    it is cleared.
+    """Return a fault, of one GPU if `gpu` is a UUID, for `count` calls or until it is cleared.
 
     With `blocks_all` no NVML call of the process returns during the delay.
     """
@@ -102,7 +99,7 @@ def make_fault(
 
 
 def fault_text(fault: Fault) -> str:
-    """Describe the fault's effect on calls or writes, such as `gpu is lost, 3 times`."""
+    """Describe the fault's effect, such as `gpu is lost, 3 times`."""
     parts = [
         *([] if fault.code is None else [code_text(fault)]),
         *([f"after {fault.delay_s:g} s"] if fault.delay_s else []),
@@ -172,10 +169,7 @@ _WELL: Mapping[str, Any] = {field: getattr(_NEW, field) for field, _ in _SIGNALS
 
 
 def signal_facts(signals: Iterable[str], model: Model) -> Mapping[str, Any]:
-    """Return the values of all signal fields of `Gpu`, for a GPU that has exactly these signals.
-
-    Raises: InvalidConfigError.
-    """
+    """Return all signal fields for a GPU that has exactly these signals. Raises: InvalidConfigError."""
     facts = dict(_WELL)
     for signal in signals:
         name, _, value = signal.partition("=")
@@ -190,5 +184,4 @@ def signal_facts(signals: Iterable[str], model: Model) -> Mapping[str, Any]:
 
 
 def signal_names(gpu: Gpu) -> list[str]:
-    """Return the names of the GPU's active signals."""
     return [name for name, (field, _) in _SIGNALS.items() if getattr(gpu, field) != _WELL[field]]

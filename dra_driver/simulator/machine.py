@@ -1,5 +1,3 @@
-"""One simulated machine: its directory, its state, and all operations on it."""
-
 from __future__ import annotations
 
 import uuid
@@ -78,13 +76,10 @@ class Machine:
         return self.current().boot_id
 
     def gpu(self, selector: Selector) -> Gpu:
-        """Return the selected GPU, even if it is lost."""
         return self._find(self.current(), selector)
 
     def called(self, selector: Selector) -> str:
-        """Return a GPU's display name: `GPU 1 (gpu-cbe0e302)`. The index changes when a GPU before it is removed;
-        the device name does not.
-        """
+        """Return `GPU 1 (gpu-cbe0e302)`."""
         state = self.current()
         gpu = self._find(state, selector)
         name = gpu_device_names(one.uuid for one in state.present)[gpu.uuid]
@@ -108,15 +103,12 @@ class Machine:
     # --- who has it open -----------------------------------------------------------------------
 
     def open_session(self, name: str) -> Session:
-        """Open an NVML session for a process, which is then a client of every GPU."""
         with self._store.locked():
             self._apply_nvidia_smi()
             return self._sessions.open(name)
 
     def close_session(self, session: Session) -> None:
-        """Close the NVML session of a process.
-
-        When the last session is closed, the NVIDIA driver releases GPUs without persistence mode and forgets their
+        """After the last session, let the NVIDIA driver release GPUs without persistence mode and forget their
         settings.
         """
         with self._store.locked():
@@ -131,7 +123,6 @@ class Machine:
                         self.set_gpu(gpu.uuid, power_limit_mw=None, locked_mhz={})
 
     def _apply_nvidia_smi(self) -> None:
-        """Apply what nvidia-smi did since a session was last opened or closed."""
         for gpu in self.current().present:
             mode = self._policies.take(PERSISTENCE, gpu.uuid)
             if mode:
@@ -140,20 +131,17 @@ class Machine:
                 self.reset_gpu(gpu.uuid)
 
     def clients(self, *, with_own: bool = False) -> list[str]:
-        """Return the open sessions of other processes, such as `dcgm (process 4711)`; `with_own` includes
-        this process.
-        """
+        """Return the open sessions of other processes, such as `dcgm (process 4711)`."""
         with self._store.locked():
             return self._sessions.names(with_own=with_own)
 
     # --- changing it ---------------------------------------------------------------------------
 
     def keep_elf_files(self, source: Path) -> None:
-        """Use the ELF files of `source` as programs and libraries. Call it before `setup`."""
         self._host.elf.keep(source)
 
     def setup(self, state: State) -> None:
-        """Write a new machine, or keeps an existing machine of the same name."""
+        """Write a new machine, or keep an existing machine of the same name."""
         with self._store.locked():
             if self._store.exists():
                 known = self._store.current()
@@ -187,7 +175,6 @@ class Machine:
     # --- GPUs come, go and fail ----------------------------------------------------------------
 
     def lose_gpu(self, selector: Selector) -> None:
-        """Let the GPU fall off the bus: Xid 79, then every call returns GPU_IS_LOST."""
         with self._change() as state:
             gpu = self._find(state, selector)
             if not gpu.lost:
@@ -202,7 +189,7 @@ class Machine:
             gpu.recovery_action = 0
 
     def add_gpu(self, model: str) -> str:
-        """Add a GPU, which processes see once they shut down and initialise NVML again. Returns its UUID."""
+        """Add a GPU, which processes see once they initialise NVML again. Returns its UUID."""
         with self._change() as state:
             gone = next((gpu for gpu in state.gpus if not gpu.present and gpu.model == model), None)
             if gone is not None:
@@ -216,8 +203,8 @@ class Machine:
             return gpu.uuid
 
     def remove_gpu(self, selector: Selector) -> None:
-        """Remove a GPU without warning. If a virtual machine has the GPU open, the kernel waits until the virtual
-        machine closes it. Until then, the GPU has no driver.
+        """Remove a GPU without warning. The kernel first waits, without a driver, for a virtual machine that has it
+        open.
         """
         with self._change() as state:
             gpu = self._find(state, selector)
@@ -246,14 +233,11 @@ class Machine:
         gpu_instance: int | None = None,
         compute_instance: int | None = None,
     ) -> None:
-        """Queues an Xid event, or an event of another `kind`, for every event set in which the GPU is registered."""
         with self._change() as state:
             state.add_event(self._find(state, selector), kind, xid, gpu_instance, compute_instance)
 
     def set_recovery_action(self, selector: Selector, action: int) -> None:
-        """Let the NVIDIA driver request a reset or another action (NVML_GPU_RECOVERY_ACTION_*), and report Xid
-        154.
-        """
+        """Request an action (NVML_GPU_RECOVERY_ACTION_*), and report Xid 154."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.recovery_action = action
@@ -268,7 +252,6 @@ class Machine:
             self._find(state, selector).remapped_rows = rows
 
     def set_gpu(self, selector: Selector, **facts: Any) -> None:
-        """Set fields of `Gpu`, such as counters, links or slowdowns."""
         with self._change() as state:
             gpu = self._find(state, selector)
             if "persistence" in facts:
@@ -277,7 +260,6 @@ class Machine:
                 setattr(gpu, name, value)
 
     def reset_gpu(self, selector: Selector) -> None:
-        """Reset a GPU like `nvidia-smi --gpu-reset`: applies pending changes and clears volatile counters."""
         with self._change() as state:
             self._find(state, selector).reset()
 
@@ -293,15 +275,12 @@ class Machine:
                 gpu.fabric = {**gpu.fabric, **facts}
 
     def hold_gpu(self, selector: Selector, pid: int, name: str, **more: Any) -> None:
-        """Start a process that uses the GPU or one of its instances, so changes are refused with IN_USE; `more` has
-        further fields of `Holder`.
-        """
+        """Start a process that uses the GPU or one of its instances, so changes are refused with IN_USE."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.set_holders([*gpu.holders, Holder(pid, name, **more)])
 
     def release_gpu(self, selector: Selector, pid: int | None = None) -> None:
-        """Stop the process; without a PID stops all processes of the GPU."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.set_holders([] if pid is None else [item for item in gpu.holders if item.pid != pid])
@@ -311,10 +290,8 @@ class Machine:
     # --- faults --------------------------------------------------------------------------------
 
     def set_fault(self, function: str, *, gpu: Selector | None = None, **more: Any) -> str:
-        """Make the next calls of an NVML function (shell pattern) fail with `code`, respond late, or both.
-
-        If `function` is one of `faults.WRITES`, the fault applies to writes to sysfs. `more` is passed to
-        `make_fault`. Clearing the faults ends the delay of a fault without a count. Returns a description.
+        """Make the next calls of an NVML function (shell pattern), or writes to sysfs (`faults.WRITES`), fail or
+        respond late.
         """
         with self._change() as state:
             subject = None if gpu is None else self._find(state, gpu).uuid
@@ -326,7 +303,7 @@ class Machine:
             state.faults = []
 
     def consume_fault(self, fault: Fault) -> bool:
-        """Decrements a counted fault; returns False if concurrent calls have used it up."""
+        """Return False if concurrent calls have used up a counted fault."""
         key = (fault.function, fault.code, fault.gpu)
         with self._change() as state:
             for item in state.faults:
@@ -337,7 +314,6 @@ class Machine:
         return False
 
     def set_virtual_functions(self, selector: Selector, count: int) -> None:
-        """Set the number of a GPU's virtual functions (SR-IOV), like `sriov-manage`; 0 removes them."""
         with self._change() as state:
             gpu = self._find(state, selector)
             others = [item for item in state.functions if item.physical != gpu.bus_id]
@@ -346,7 +322,7 @@ class Machine:
     # --- who drives it -------------------------------------------------------------------------
 
     def give_to(self, selector: Selector, driver: str) -> None:
-        """Binds the GPU (for vfio, its IOMMU group) to a driver permanently, like `driverctl`, even if it is in use."""
+        """Bind the GPU (for vfio, its IOMMU group) to a driver permanently, even if it is in use."""
         module = next((module for module, name in pci.VFIO_DRIVERS.items() if name == driver), None)
         if module is None and driver != NVIDIA:
             known = ", ".join((NVIDIA, *pci.VFIO_DRIVERS.values()))
@@ -367,7 +343,6 @@ class Machine:
             self._forgotten(gpu)
 
     def change_driver(self, word: str, bus_id: str, driver: str) -> None:
-        """Apply a write to sysfs; `word` is one of `faults.WRITES` except `modprobe`. Raises: OSError."""
         with self._change() as state:
             if word == "drivers_probe":
                 pci.probe(state, bus_id)
@@ -380,13 +355,13 @@ class Machine:
                 self._forgotten(item)
 
     def _forgotten(self, gpu: Gpu) -> None:
-        """Clear the GPU's settings, which the NVIDIA driver loses when it releases the GPU."""
+        """Clear the settings that the NVIDIA driver loses when it releases the GPU."""
         gpu.persistence = 0
         gpu.forget_limits()
         self._policies.forget(gpu.uuid)
 
     def load_module(self, module: str) -> bool:
-        """Load a module like modprobe; return False if it does not exist."""
+        """Return False if the module does not exist."""
         with self._change() as state:
             loaded = state.system.get("vfio_loaded", [])
             if module not in state.system.get("vfio_modules", []):
@@ -396,7 +371,6 @@ class Machine:
         return True
 
     def add_function(self, function: Function) -> None:
-        """Add another PCI function to the bus."""
         with self._change() as state:
             function.boot_driver = function.driver
             state.functions.append(function)
@@ -404,7 +378,7 @@ class Machine:
     # --- the rest of the machine ---------------------------------------------------------------
 
     def set_system(self, **facts: Any) -> None:
-        """Change values of `system` (see machines/README.md); None keeps a value. Raises: InvalidConfigError."""
+        """Change values of `system`; None keeps a value. Raises: InvalidConfigError."""
         given = {name: value for name, value in facts.items() if value is not None}
         catalogue.check_system(given)
         with self._change() as state:
@@ -418,7 +392,6 @@ class Machine:
             self._forget(state)
 
     def load_driver(self, version: str | None = None) -> None:
-        """Load the NVIDIA driver, optionally another version."""
         with self._change() as state:
             state.driver_loaded = True
             state.driver_loads += 1
@@ -429,12 +402,10 @@ class Machine:
             pci.after_load(state)
 
     def set_missing_functions(self, *names: str) -> None:
-        """Remove these functions from NVML's library, for libraries loaded from now on."""
         with self._change() as state:
             state.missing_functions = list(names)
 
     def reboot(self) -> None:
-        """Reboots: instances, processes and settings are lost, lost GPUs return, pending changes take effect."""
         with self._change() as state:
             state.boot_id = str(uuid.uuid4())
             state.driver_loaded = True
@@ -447,7 +418,6 @@ class Machine:
             pci.after_boot(state)
 
     def _forget(self, state: State) -> None:
-        """Clear everything that is in the NVIDIA driver's memory."""
         state.system["confidential_ready"] = False
         for gpu in state.gpus:
             mig.after_reboot(gpu, state.model_of(gpu))
@@ -456,7 +426,7 @@ class Machine:
     # --- MIG and settings ----------------------------------------------------------------------
 
     def set_mig_mode(self, selector: Selector, on: bool) -> int:
-        """Switches MIG mode even if sessions are open; returns NVML's activation status (0: in effect)."""
+        """Switch MIG mode even if sessions are open; return NVML's activation status."""
         gpu = self.gpu(selector)
         try:
             return self.change_mig_mode(gpu.uuid, int(on))
@@ -464,7 +434,6 @@ class Machine:
             raise _refused("switch MIG mode", gpu, refusal) from refusal
 
     def change_mig_mode(self, gpu_uuid: str, on: int, *, has_clients: bool = False) -> int:
-        """Like `nvmlDeviceSetMigMode`. `has_clients` means that other sessions are open, which makes the GPU busy."""
         with self._change() as state:
             gpu = state.by_uuid[gpu_uuid]
             before = gpu.mig_mode
@@ -478,7 +447,7 @@ class Machine:
             return status
 
     def create_mig(self, selector: Selector, profile: str, start: int) -> tuple[int, int, str]:
-        """Create a MIG device, as an administrator would; return (GPU instance ID, compute instance ID, UUID)."""
+        """Return (GPU instance ID, compute instance ID, UUID)."""
         with self._change() as state:
             gpu = self._find(state, selector)
             try:
@@ -488,7 +457,6 @@ class Machine:
             return created.id, compute.id, compute.uuid
 
     def destroy_mig(self, selector: Selector, gi: int) -> None:
-        """Destroys a GPU instance with its compute instances."""
         with self._change() as state:
             gpu = self._find(state, selector)
             try:
@@ -505,12 +473,11 @@ class Machine:
         self._policies.set(COMPUTE_MODE, gpu_uuid, mode)
 
     def timeslice(self, selector: Selector) -> int:
-        """Return the time-slice setting of a GPU: 0 default, 1 short, 2 medium, 3 long."""
+        """Return 0 default, 1 short, 2 medium, 3 long."""
         return self._policies.get(TIMESLICE, self.gpu(selector).uuid)
 
 
 def virtual_functions(state: State, gpu: Gpu, count: int) -> list[Function]:
-    """Return `count` virtual PCI functions of the GPU, without a driver."""
     model, place = state.model_of(gpu), gpu.bus_id.partition(".")[0]
     return [
         Function(

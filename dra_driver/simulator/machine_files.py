@@ -1,15 +1,13 @@
 """The files of a machine: its state, its open NVML sessions, and the settings that nvidia-smi changes.
 
-The machine file is changed under a lock shared by all processes. Readers take no lock: a rename replaces the file,
-and its modification time grows with every change. So one stat() shows whether a process's parsed copy is current.
+The machine file is changed under a lock. Readers take no lock: a rename replaces the file, and its modification time
+grows with every change.
 
-The real driver counts a session as a client of every GPU. While a session is open, the driver refuses to be unloaded,
-to reset a GPU, and to switch the MIG mode for another session. Here each session is a locked file, so that sessions
-end with their process.
+The real driver counts a session as a client of every GPU, and refuses some changes meanwhile. Here each session is a
+locked file, so that sessions end with their process.
 
-The settings are small files inside the host root, one for each GPU: nvidia-smi, here a shell script, finds them
-relative to its own path, even after a chroot. The host root also contains the files of the sessions, and of resets and
-changes of persistence mode by nvidia-smi, which the machine applies when a session opens or closes.
+The settings are files inside the host root: nvidia-smi, here a shell script, finds them relative to its own path, even
+after a chroot. The machine applies what nvidia-smi did when a session opens or closes.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ _COARSE_STEP_NS = 2_000_000_000
 _PROCESS = uuid.uuid4().hex[:8]  # process IDs of different PID namespaces may be equal
 _numbers = itertools.count(1)
 _written = threading.Condition()
-"""Notified when this process has written a machine file."""
 COMPUTE_MODE = "compute-mode"
 TIMESLICE = "timeslice"
 RESET = "reset"
@@ -45,8 +42,6 @@ PERSISTENCE = "persistence"
 
 
 class Store:
-    """The only access to the machine file of a simulator directory."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.path = directory / STATE_FILE
@@ -61,7 +56,7 @@ class Store:
         return self.path.is_file()
 
     def current(self) -> State:
-        """Return the machine's current state. Costs one stat() while nothing changes."""
+        """Return the machine's state. Costs one stat() while nothing changes."""
         mtime, cached = self._mtime(), self._cached
         if cached is not None and mtime == cached[0]:
             return cached[1]
@@ -75,7 +70,7 @@ class Store:
             raise self._gone() from error
 
     def wait_changed(self, state: State, seconds: float) -> None:
-        """Wait until this process has changed the machine since `state` was read, for at most `seconds`."""
+        """Wait until this process has changed the machine since `state` was read."""
         cached = self._cached
         with _written:
             # A writer holds the lock of its store, so the file is not loaded here.
@@ -143,7 +138,6 @@ class Store:
             self.write(new)
 
     def write(self, state: State) -> None:
-        """Replace the machine file. The caller holds the lock."""
         temporary = self.path.with_suffix(".json.new")
         temporary.write_text(encode(state))
         before = self._cached[0] if self._cached is not None else 0
@@ -159,9 +153,7 @@ class Store:
 
 
 class Session:
-    """One open NVML session, with a file that it locks, unless the directory is not writable. Also ends when the object
-    is garbage-collected.
-    """
+    """One open NVML session, with a file that it locks, unless the directory is not writable."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -172,7 +164,6 @@ class Session:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def end(self) -> None:
-        """Remove the file."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             self.path.unlink(missing_ok=True)
@@ -184,20 +175,16 @@ class Session:
 
 
 class Sessions:
-    """The session files in a directory, named `<mark of the process>.<process ID>.<number>.<name>`."""
+    """The session files, named `<mark of the process>.<process ID>.<number>.<name>`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def open(self, name: str) -> Session:
-        """Start a session."""
         return Session(self._directory / f"{_PROCESS}.{os.getpid()}.{next(_numbers)}.{name}")
 
     def names(self, *, with_own: bool) -> list[str]:
-        """Return the name and process of every open session of other processes, such as `dcgm (process 4711)`.
-
-        `with_own` also includes this process.
-        """
+        """Return the open sessions, such as `dcgm (process 4711)`."""
         try:
             paths = sorted(self._directory.iterdir())
         except OSError:
@@ -257,12 +244,10 @@ class Policies:
         return value
 
     def forget(self, uuid: str) -> None:
-        """Restores the defaults of one GPU."""
         for setting in (COMPUTE_MODE, TIMESLICE):
             self.set(setting, uuid, 0)
 
     def reset(self) -> None:
-        """Restores all defaults, as a driver reload or a reboot does."""
         for setting in (COMPUTE_MODE, TIMESLICE, RESET, PERSISTENCE):
             shutil.rmtree(self.directory / setting, ignore_errors=True)
         self.prepare()

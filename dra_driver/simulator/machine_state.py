@@ -1,8 +1,4 @@
-"""The state of a simulated machine: plain values, stored in one JSON file, and functions for its NVLinks.
-
-The file contains both constant facts (models, buses, wiring) and variable state (MIG, loss, faults, events), so a
-second process needs only this file.
-"""
+"""The state of a simulated machine: plain values, stored in one JSON file, and functions for its NVLinks."""
 
 from __future__ import annotations
 
@@ -51,7 +47,7 @@ class MigProfile:
 
 @dataclass(slots=True)
 class Model:
-    """Facts that all GPUs of one product share. With `power_min_w` 0 its power limit and clocks cannot be set."""
+    """Facts of one product. With `power_min_w` 0 its power limit and clocks cannot be set."""
 
     name: str
     architecture: int
@@ -82,7 +78,7 @@ class Model:
 
 @dataclass(slots=True)
 class ComputeInstance:
-    """`index` is the MIG device's index, which does not change when other devices come and go, so indexes have gaps."""
+    """`index` does not change when other MIG devices come and go, so indexes have gaps."""
 
     id: int
     index: int
@@ -103,8 +99,6 @@ class GpuInstance:
 
 @dataclass(slots=True)
 class Holder:
-    """A process that uses a GPU or an instance, and keeps the GPU busy for `utilisation` percent of the time."""
-
     pid: int
     name: str
     gpu_instance: int | None = None
@@ -120,10 +114,9 @@ def _idle_now() -> list[list[float]]:
 
 @dataclass(slots=True)
 class Gpu:
-    """A GPU. `driver` is its kernel driver (if that is loaded), `boot_driver` its driver after a boot, `override` the
-    only driver that may bind it, `vfio` the number of its vfio device. `loads` has when the utilisation changed since
-    the NVIDIA driver was loaded, in seconds since 1970, each with the percentage from then on. `power_limit_mw` is the
-    limit that was set; something else may enforce the lower `power_enforced_mw`.
+    """`driver` is the kernel driver (if that is loaded), `override` the only driver that may bind the GPU, `vfio` the
+    number of its vfio device. `loads` has the changes of the utilisation since the NVIDIA driver was loaded: seconds
+    since 1970, and percentage. `power_limit_mw` was set; something else may enforce the lower `power_enforced_mw`.
     """
 
     uuid: str
@@ -176,28 +169,24 @@ class Gpu:
 
     @property
     def busy(self) -> int:
-        """The percentage of time in which the GPU is busy."""
         return min(100, sum(holder.utilisation for holder in self.holders))
 
     def set_holders(self, holders: list[Holder]) -> None:
-        """Replace the processes, and record the utilisation from now on."""
         self.holders = holders
         if self.loads[-1][1] != self.busy:
             self.loads.append([time.time(), self.busy])
 
     def load_at(self, at: float) -> int:
-        """Return the percentage of time in which the GPU was busy at this moment."""
         return int(next((percent for since, percent in reversed(self.loads) if since <= at), 0))
 
     def busy_s(self, now: float) -> float:
-        """Return the busy seconds since the NVIDIA driver was loaded."""
         ends = [since for since, _ in self.loads[1:]] + [now]
         return sum(
             (end - since) * percent / 100 for (since, percent), end in zip(self.loads, ends, strict=True)
         )
 
     def reset(self) -> None:
-        """Apply pending changes, and clears volatile counters."""
+        """Apply pending changes, and clear volatile counters."""
         self.recovery_action = self.retired_pending = self.ecc_uncorrected = self.ecc_corrected = 0
         self.remapped_rows[2] = 0
         self.bank_remap_pending, self.repairs_pending, self.nvlink_errors = False, [0, 0], {}
@@ -206,7 +195,6 @@ class Gpu:
         self.loads = [[time.time(), self.busy]]
 
     def forget_limits(self) -> None:
-        """Restore the default limits, as the NVIDIA driver does when it loads."""
         self.power_limit_mw, self.locked_mhz = None, {}
 
     def instance(self, gi: int) -> GpuInstance | None:
@@ -214,7 +202,6 @@ class Gpu:
 
     @property
     def mig_devices(self) -> list[tuple[GpuInstance, ComputeInstance]]:
-        """Return the MIG devices in index order."""
         found = [(gi, ci) for gi in self.instances for ci in gi.compute]
         return sorted(found, key=lambda pair: pair[1].index)
 
@@ -223,8 +210,8 @@ class Gpu:
 class Fault:
     """A fault of the next matching NVML calls or writes to sysfs.
 
-    With `blocks_all` no other NVML call of the process returns during the delay, as if a call held the kernel
-    driver's lock.
+    With `blocks_all` no other NVML call of the process returns during the delay, as if a call held the kernel driver's
+    lock.
     """
 
     function: str
@@ -247,11 +234,10 @@ class Event:
 
 @dataclass(slots=True)
 class Function:
-    """A PCI function that is not a GPU, such as an NVSwitch, an audio function, or a virtual function of the GPU with
-    bus ID `physical`.
+    """A PCI function that is not a GPU, such as an NVSwitch, or a virtual function of the GPU with bus ID `physical`.
 
-    The function is in the IOMMU group of the GPU with bus ID `beside`. Functions in the slot of a GPU are always in
-    that GPU's group, except virtual functions. For the other fields see `Gpu`.
+    Functions in the slot of a GPU, except virtual ones, are in that GPU's IOMMU group; others may be in that of
+    `beside`.
     """
 
     bus_id: str
@@ -270,7 +256,7 @@ class Function:
 
 @dataclass
 class State:
-    """One machine. Values are changed in place only in `Store.change`."""
+    """Values are changed in place only in `Store.change`."""
 
     machine: str
     version: int
@@ -294,7 +280,6 @@ class State:
 
     @property
     def branch(self) -> int:
-        """The major version of the NVIDIA driver."""
         return int(self.driver_version.partition(".")[0])
 
     @cached_property
@@ -374,14 +359,11 @@ def decode(text: str | bytes) -> State:
 
 
 def switch_links(gpu: Gpu, model: Model, switches: list[str]) -> None:
-    """Connect all links of the GPU to switches; `switches` are the switches' addresses, or one placeholder."""
     gpu.links = [[REMOTE_SWITCH, switches[link % len(switches)]] for link in range(model.nvlinks)]
 
 
 def wire_pairs(state: State, pairs: dict[str, int]) -> None:
-    """Connect GPUs directly: `{"0-1": 2}` means two links between the first two GPUs. Links are numbered in the order
-    of the pairs; the other links are not connected.
-    """
+    """Connect GPUs directly: `{"0-1": 2}` means two links between the first two GPUs."""
     for pair, count in pairs.items():
         first, second = (state.gpus[int(position)] for position in pair.split("-"))
         for _ in range(count):
@@ -392,7 +374,7 @@ def wire_pairs(state: State, pairs: dict[str, int]) -> None:
 
 
 def active_links(gpu: Gpu) -> list[tuple[int, int, str | None]]:
-    """Return (link, remote type, remote address) of the active links."""
+    """Return (link, remote type, remote address)."""
     if gpu.lost or not gpu.present:
         return []
     return [
@@ -403,9 +385,7 @@ def active_links(gpu: Gpu) -> list[tuple[int, int, str | None]]:
 
 
 def nvlink_count(state: State, first: Gpu, second: Gpu) -> int:
-    """Return the number of NVLinks between two GPUs; through switches, the number of links of the GPU with fewer
-    links.
-    """
+    """Return the number of NVLinks between two GPUs; through switches, that of the GPU with fewer links."""
     ours, theirs = active_links(first), active_links(second)
     direct = sum(kind == REMOTE_GPU and remote == second.bus_id for _, kind, remote in ours)
     if direct:
@@ -417,7 +397,6 @@ def nvlink_count(state: State, first: Gpu, second: Gpu) -> int:
 
 
 def nvlink_peers(state: State, first: Gpu, second: Gpu) -> bool:
-    """Whether the two GPUs can currently address each other over NVLink."""
     if first.mig_mode or second.mig_mode:
         return False
     return nvlink_count(state, first, second) > 0

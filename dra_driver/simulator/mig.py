@@ -1,7 +1,6 @@
 """The rules of MIG: which instances fit, their IDs, and the profiles within a GPU instance.
 
-Functions that change a GPU get a private copy of it, and raise a `Refusal` with the return code of the real
-NVIDIA driver.
+Functions that change a GPU get a private copy of it, and raise a `Refusal`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ class Refusal(Exception):  # noqa: N818 - a return code of the NVIDIA driver, no
 
 @dataclass(frozen=True, slots=True)
 class ComputeProfile:
-    """A compute instance profile of one GPU instance."""
-
     id: int
     slices: int
     max_instances: int
@@ -52,7 +49,6 @@ def max_devices(model: Model) -> int:
 
 
 def compute_profiles(model: Model, profile: MigProfile) -> list[ComputeProfile]:
-    """Return the compute instance profiles that fit a GPU instance of this profile."""
     unit = min((row.multiprocessors for row in model.mig), default=0)
     offered = []
     for enum, slices in COMPUTE_SLICES.items():
@@ -190,7 +186,7 @@ def destroy_compute_instance(gpu: Gpu, gi: int, ci: int) -> None:
 
 
 def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> int:
-    """Change MIG mode, and return the activation status, which may be an error code."""
+    """Return the activation status, which may be an error code."""
     if not model.mig:
         raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
     if on not in (0, 1):
@@ -215,7 +211,6 @@ def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> i
 
 
 def after_reboot(gpu: Gpu, model: Model) -> None:
-    """Apply a reboot: remove all instances, and keep MIG mode only if the board stores it."""
     gpu.instances, gpu.holders, gpu.loads = [], [], [[time.time(), 0]]
     gpu.forget_limits()
     gpu.mig_mode = 0 if model.resetless_mig else gpu.mig_pending
@@ -223,13 +218,12 @@ def after_reboot(gpu: Gpu, model: Model) -> None:
 
 
 def cap_minor(gpu_minor: int, gi: int, ci: int | None = None) -> int:
-    """Return the minor number of an instance's capability device."""
     minor = 3 + 135 * gpu_minor + 9 * gi
     return minor if ci is None else minor + 1 + ci
 
 
 def make_device(gpu: Gpu, model: Model, name: str, start: int) -> tuple[GpuInstance, ComputeInstance]:
-    """Create a MIG device, as an administrator would. Raises: InvalidConfigError for an unknown profile; Refusal."""
+    """Create a MIG device, as an administrator would. Raises: InvalidConfigError; Refusal."""
     row = next((profile for profile in model.mig if profile.name == name), None)
     if row is None:
         known = ", ".join(item.name for item in model.mig) or "none"

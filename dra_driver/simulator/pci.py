@@ -14,13 +14,13 @@ VFIO_DRIVERS = {"vfio_pci": "vfio-pci", "nvgrace_gpu_vfio_pci": "nvgrace-gpu-vfi
 """The driver of each module."""
 MAPS_MEMORY = "vfio_iommu_type1"
 """Virtual machines need this module to map memory through the node of an IOMMU group. It is not loaded
-automatically."""
+automatically.
+"""
 _BY_CLASS = {0x0403: "snd_hda_intel", 0x0C03: "xhci_hcd"}
 _FIRST_GROUP, _FIRST_OTHER_GROUP = 20, 60
 
 
 def functions(state: State) -> dict[str, Gpu | Function]:
-    """Return all PCI functions on the bus, by bus ID."""
     found: list[Gpu | Function] = [*state.present, *state.functions]
     return {item.bus_id: item for item in found}
 
@@ -38,14 +38,12 @@ def groups(state: State) -> dict[str, int]:
 
 
 def gpu_of(state: State, bus_id: str) -> Gpu | None:
-    """Return the GPU with this bus ID, or the GPU in the function's IOMMU group."""
     known = groups(state)
     group = known.get(bus_id, bus_id)
     return next((gpu for gpu in state.present if group in (known.get(gpu.bus_id), gpu.bus_id)), None)
 
 
 def drivers(state: State) -> set[str]:
-    """Return the kernel's current PCI drivers."""
     modules = state.system.get("vfio_loaded", [])
     loaded = {name for module, name in VFIO_DRIVERS.items() if module in modules}
     others = {item.boot_driver for item in state.functions if item.boot_driver}
@@ -54,21 +52,18 @@ def drivers(state: State) -> set[str]:
 
 
 def driver_of(state: State, bus_id: str) -> str:
-    """Return the current driver of the function; empty if none."""
     driver = functions(state)[bus_id].driver
     return driver if driver in drivers(state) else ""
 
 
 def is_leaving(item: Gpu | Function) -> bool:
-    """Whether the function is being removed and the kernel waits for the virtual machine that has it open.
-
-    Meanwhile every write to the function waits too.
+    """Whether the kernel waits for the virtual machine that has the removed function open. Every write to it waits
+    too.
     """
     return item.vfio is not None and not item.driver
 
 
 def after_boot(state: State) -> None:
-    """Binds each function to its boot driver, and loads the required modules."""
     everything = functions(state).values()
     wanted = {item.boot_driver for item in everything}
     state.system["vfio_loaded"] = [
@@ -81,25 +76,21 @@ def after_boot(state: State) -> None:
 
 
 def come_up(state: State, item: Gpu | Function) -> None:
-    """Binds a function to its boot driver, as at a boot."""
     item.driver, item.override, item.vfio = "", "", None
     if item.boot_driver:
         _take(state, item, item.boot_driver)
 
 
 def after_load(state: State) -> None:
-    """Lets the newly loaded NVIDIA driver bind all GPUs without a driver."""
     for gpu in state.present:
         probe(state, gpu.bus_id)
 
 
 def override(state: State, bus_id: str, driver: str) -> None:
-    """Allow only this driver to bind the function; an empty name allows any."""
     _known(state, bus_id).override = driver
 
 
 def unbind(state: State, bus_id: str, driver: str) -> None:
-    """Unbinds the function from this driver."""
     item = _known(state, bus_id)
     _registered(state, driver)
     if driver_of(state, bus_id) != driver:
@@ -108,7 +99,6 @@ def unbind(state: State, bus_id: str, driver: str) -> None:
 
 
 def bind(state: State, bus_id: str, driver: str) -> None:
-    """Binds the function to this driver."""
     item = _known(state, bus_id)
     _registered(state, driver)
     if (item.override or _natural(item)) != driver:
@@ -119,7 +109,7 @@ def bind(state: State, bus_id: str, driver: str) -> None:
 
 
 def probe(state: State, bus_id: str) -> None:
-    """Binds the function to a matching driver, if there is one; like the kernel, does not report the result."""
+    """Bind the function to a matching driver; like the kernel, do not report the result."""
     item = _known(state, bus_id)
     wanted = item.override or _natural(item)
     if not driver_of(state, bus_id) and wanted in drivers(state):
@@ -127,7 +117,6 @@ def probe(state: State, bus_id: str) -> None:
 
 
 def driver_by_class(item: Gpu | Function) -> str:
-    """Return the driver that matches the function's class."""
     return NVIDIA if isinstance(item, Gpu) else _BY_CLASS.get(item.pci_class >> 8, "")
 
 

@@ -23,15 +23,11 @@ _OURS = ("gpu-dra-driver", "main.py", program())
 
 
 class SimulatedPciControl:
-    """`PciControl` for a simulated machine."""
-
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
     def write(self, path: str, text: str) -> None:
-        """Write to a file of the machine's sysfs. Unbinding blocks while a program uses the GPU. Raises:
-        OSError.
-        """
+        """Write to a file of the machine's sysfs. Unbinding blocks while a program uses the GPU. Raises: OSError."""
         try:
             place = Path(path).relative_to(self._machine.host_root / "sys/bus/pci").parts
             match place:
@@ -61,14 +57,11 @@ class SimulatedPciControl:
             )
 
     def maps_memory(self) -> bool:
-        """Return the kernel's result for VFIO_CHECK_EXTENSION."""
         return pci.MAPS_MEMORY in self._machine.current().system.get("vfio_loaded", [])
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
-        """Return the name and process of each program that has one of these nodes open. Programs with NVML open have
-        the nodes of all GPUs open.
-
-        `others_only` excludes nvidia-persistenced and processes of this program.
+        """Return each program that has one of these nodes open. Programs with NVML open have the nodes of all GPUs
+        open.
         """
         state = self._machine.current()
         groups = pci.groups(state)
@@ -84,9 +77,6 @@ class SimulatedPciControl:
         return list(dict.fromkeys(found))
 
     def _users(self, state: State, gpu: Gpu) -> list[str]:
-        """Return the programs that prevent the driver from releasing the GPU: the GPU's users, and with the NVIDIA
-        driver also nvidia-persistenced and all programs with NVML open.
-        """
         found = [f"{holder.name} (process {holder.pid})" for holder in gpu.holders]
         if pci.driver_of(state, gpu.bus_id) == NVIDIA:
             found += [*([_PERSISTENCED] if gpu.persistence else []), *self._machine.clients(with_own=True)]
@@ -119,9 +109,6 @@ class SimulatedPciControl:
         return isinstance(item, Gpu) and has_it and bool(self._users(state, item))
 
     def _fault(self, word: str, bus_id: str | None) -> Fault | None:
-        """Return the fault that applies to this write, and decrements its count. A `hang` fault applies until it is
-        cleared.
-        """
         state = self._machine.current()
         gpu = None if bus_id is None else pci.gpu_of(state, bus_id)
         for fault in state.faults:

@@ -22,8 +22,7 @@ def done(machine: Machine, method: str, said: str, values: Mapping[str, Any], he
     """Call a method of the machine with these values as arguments, and return a message.
 
     `said` is a format string with the names of values, `called` for the GPU of `selector`, `made` for the method's
-    result, and `machine`. `held_by` describes an operation that open NVML sessions prevent: it is refused while one
-    is open, unless `force` is set.
+    result, and `machine`. Open NVML sessions prevent what `held_by` describes, unless `force` is set.
     """
     called = machine.called(values["selector"]) if "selector" in values else ""
     if held_by:

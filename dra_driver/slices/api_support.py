@@ -1,17 +1,11 @@
 """Finds out which slice fields the API server accepts and stores, and what can be published without the others.
 
-Servers silently drop fields whose feature gate is off, and older servers reject fields that newer servers accept. So
-the plugin tests the server with dry runs: before it publishes anything, after a rejected slice, and hourly while a
-feature is missing. It also compares the responses to writes, because several servers may differ.
+Servers silently drop fields whose feature gate is off, and older servers reject newer fields. So the plugin tests the
+server with dry runs: at the start, after a rejected slice, and hourly while a feature is missing. It also compares the
+responses to writes, because several servers may differ.
 
-Partitions: MIG devices on demand and GPUs for virtual machines are safe only with counters. If a server dropped the
-counters, the scheduler would allocate the same part of a GPU many times.
-
-Compatibility groups: a scheduler without their feature gate skips every device that has groups, and a server whose gate
-was switched off keeps the groups in existing slices. So groups are published only if an hourly test shows that the
-server keeps them in a new slice.
-
-Taints: if the server drops them, devices that must not be used are removed from the slices.
+Compatibility groups are published only while an hourly test shows that the server keeps them in a new slice: if the
+gate was switched off, the server keeps groups in existing slices, and the scheduler skips every device that has them.
 """
 
 from __future__ import annotations
@@ -53,7 +47,6 @@ _COUNTS_SHARES = (1, 36, 2)
 """The first Kubernetes release whose scheduler counts the counters that shares consume; no 1.35 release does."""
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 _DISPENSABLE = frozenset({TAINTS_GATE, SHARES_GATE})
-"""Feature gates. If one is off, its fields are omitted from the slices."""
 _REMEDY = (
     f"use Kubernetes 1.36 or newer, where the feature gate {PARTITIONS_GATE} is on by default, or 1.35 with the gate"
     " switched on in the API server and the scheduler"
@@ -79,8 +72,7 @@ _SHARED: JsonObject = {
 class Support:
     """What an API server accepts and stores. It drops the fields of the feature gates in `missing`.
 
-    `no_partitions` is a sentence with the remedy if the server does not support partitionable devices; None
-    if it does or was not tested. `keeps_groups`: the server also stores compatibility groups.
+    `no_partitions` is a sentence with the remedy.
     """
 
     missing: frozenset[str] = frozenset()
@@ -90,11 +82,9 @@ class Support:
 
 
 def ask_support(api: ApiClient, owner: Owner, known: Support, *, partitions: bool) -> Support:
-    """Test the API server with dry runs. If it rejects the test itself, the support for taints and shares stays as
-    `known`.
+    """Test the API server with dry runs. If it rejects the test of taints and shares, `known` stays for these.
 
-    Raises: ApiUnavailableError; with `partitions`, ApiRejectedError if the server rejects the test (permissions,
-    admission).
+    Raises: ApiUnavailableError; with `partitions`, ApiRejectedError (permissions, admission).
     """
     missing, limits = _device_fields(api, owner) or (known.missing, known.taints)
     problem = partitions_problem(api, owner) if partitions else None
@@ -103,7 +93,6 @@ def ask_support(api: ApiClient, owner: Owner, known: Support, *, partitions: boo
 
 
 def _device_fields(api: ApiClient, owner: Owner) -> tuple[frozenset[str], TaintLimits] | None:
-    """Return the missing feature gates and the limits for taints; None if the server rejects the test."""
     for limits in (NEWEST_TAINTS, OLDEST_TAINTS):
         effects = ["NoSchedule"] * limits.most + ["None"] * limits.informational
         taints = [{"key": f"probe-{i}", "effect": effect} for i, effect in enumerate(effects[-limits.most :])]
@@ -121,14 +110,10 @@ def _device_fields(api: ApiClient, owner: Owner) -> tuple[frozenset[str], TaintL
 
 
 def partitions_problem(api: ApiClient, owner: Owner) -> str | None:
-    """Return why the API server does not support partitionable devices, as a sentence with the remedy; None
-    if it does.
+    """Return why the API server does not support partitionable devices, as a sentence with the remedy.
 
-    A dry run creates the two slices of a partitioned pool, with counter sets and devices separate. Up to Kubernetes
-    1.34, both must be in one slice, so the server rejects the slices. If the feature gate is off, the server accepts
-    the slices and drops the fields.
-
-    Raises: ApiUnavailableError; ApiRejectedError if the server rejects the test (permissions, admission).
+    Up to Kubernetes 1.34 the server rejects counter sets and devices in separate slices. Raises: ApiUnavailableError;
+    ApiRejectedError (permissions, admission).
     """
     contents = (SliceContent(shared_counters=(_SET,)), SliceContent(devices=(_COUNTED,)))
     lost = _lost_in_trial(
@@ -140,7 +125,6 @@ def partitions_problem(api: ApiClient, owner: Owner) -> str | None:
 
 
 def _keeps_groups(api: ApiClient, owner: Owner) -> bool:
-    """Raise the errors of `partitions_problem`."""
     content = SliceContent(devices=(_GROUPED,))
     return not _lost_in_trial(
         api, owner, "check whether the API server supports compatibility groups of devices", content
@@ -155,11 +139,7 @@ def _drops_counters(lost: Iterable[Drop]) -> str:
 def _lost_in_trial(
     api: ApiClient, owner: Owner, action: str, *contents: SliceContent
 ) -> tuple[Drop, ...] | ApiRejectedError:
-    """Return the fields that the API server drops from the first slice that loses any; or the error if the server
-    rejects a slice as invalid.
-
-    Raises: the errors of `partitions_problem`.
-    """
+    """Return the fields that the API server drops, or the error for an invalid slice."""
     try:
         for sent in slice_changes(Pool(owner.node_name, contents), (), owner).creates:
             stored = api.call("POST", "resourceslices", query={"dryRun": "All"}, body=sent, action=action)
@@ -174,11 +154,9 @@ def _lost_in_trial(
 
 
 def sharing_caution(client: ApiClient) -> str | None:
-    """Return why shares of devices with counters are allocated wrongly in this cluster, as a sentence with
-    the remedy.
+    """Return why this cluster allocates shares of devices with counters wrongly, as a sentence with the remedy.
 
-    Returns None if they are allocated correctly, or if the server does not say its release. Raises:
-    ApiUnavailableError.
+    Raises: ApiUnavailableError.
     """
     try:
         release = server_version(client)
@@ -195,7 +173,6 @@ def sharing_caution(client: ApiClient) -> str | None:
 
 
 def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
-    """Whether a device with counters may be shared by claims."""
     return any(
         sharing.rule_for(device) for device in inventory.devices() if is_counted(device.gpu, inventory)
     )
@@ -205,9 +182,7 @@ def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
 class ApiSupport:
     """Remembers what the server accepts and stores, from dry runs and from its responses to writes.
 
-    Only the publisher's thread uses it, but any thread may read its properties and `caution`: what `sharing_caution`
-    returned, None if no device with counters is shared. `has_budget`: the node has a power budget, which needs
-    counters.
+    Only the publisher's thread uses it, but any thread may read its properties and `caution` (`sharing_caution`).
     """
 
     api: ApiClient
@@ -230,19 +205,14 @@ class ApiSupport:
 
     @property
     def problem(self) -> str | None:
-        """Why MIG devices on demand, GPUs for virtual machines and the power budget are not published; None if they
-        are, or if the node has none.
-        """
         return self._known.no_partitions if self._matters else None
 
     @property
     def drops_taints(self) -> bool:
-        """Whether the server is known to drop taints."""
         return TAINTS_GATE in self._known.missing
 
     @property
     def ask_at(self) -> float:
-        """When to test the server again, on the clock; infinity if never."""
         known = self._known
         if self._is_release_unknown:
             return self._asked_at + _UNKNOWN_AGAIN_S
@@ -250,10 +220,7 @@ class ApiSupport:
         return self._asked_at + _RECHECK_AFTER_S if may_change else math.inf
 
     def of(self, inventory: Inventory, owner: Owner) -> Support:
-        """Return what the server accepts and stores of the inventory's devices.
-
-        Raises: the errors of `ask_support`. After an error, nothing must be published.
-        """
+        """Return what the server accepts and stores. Raises as `ask_support`; nothing must be published then."""
         self._matters = (
             self.has_budget
             or bool(inventory.cards_by_gpu)
@@ -274,19 +241,18 @@ class ApiSupport:
         return self._known
 
     def refused(self, error: Exception) -> None:
-        """Call this if the server rejected a slice. If the slice was invalid, the server may have been downgraded, or
-        one of several servers may be older. Then the server is tested again, and until then gets only taints that every
-        server accepts.
+        """After an invalid slice, test again before the next write, with only taints that every server accepts.
+
+        The server may have been downgraded, or one of several servers may be older.
         """
         if isinstance(error, ApiRejectedError) and error.status == _INVALID:
             self._is_asked, self._known = False, replace(self._known, taints=OLDEST_TAINTS)
 
     def stored(self, sent: JsonObject, stored: JsonObject) -> tuple[Drop, ...]:
-        """Compare the response to a write with the slice that was sent. Returns the fields that the server dropped or
-        changed.
+        """Return the fields that the server dropped or changed in its response to a write.
 
-        Fields whose gate is off are not sent again until a test shows that the server stores them. Other changed fields
-        are sent again only if the slice no longer matches the server's response.
+        Fields whose gate is off are not sent until a test shows that the server stores them; other changed fields only
+        if the slice no longer matches the response.
         """
         name = stored["metadata"]["name"]
         dropped = dropped_fields(sent, stored)
@@ -310,10 +276,8 @@ class ApiSupport:
         return tuple(self._stored_otherwise)
 
     def as_sent(self, existing: Iterable[JsonObject]) -> list[JsonObject]:
-        """Return all slices. A slice that the server stored differently, and that has not changed since, is returned
-        as it was sent.
-
-        Forgets slices that no longer exist.
+        """Return all slices; those that the server stored differently, and that are unchanged since, as they were
+        sent.
         """
         present = {entry["metadata"]["name"]: entry for entry in existing}
         self._stored_otherwise = {
@@ -327,9 +291,7 @@ class ApiSupport:
         ]
 
     def _learn_caution(self, matters: bool) -> None:
-        """Asks for the scheduler's release, if it matters. Without an answer, the last one counts: a missing warning
-        must not prevent publishing.
-        """
+        """Keep the last answer if there is none: a missing warning must not prevent publishing."""
         was_unknown, self._is_release_unknown = self._is_release_unknown, False
         try:
             self._caution = self._ask_caution() if matters else None
@@ -342,5 +304,4 @@ class ApiSupport:
         return ask_support(self.api, owner, known, partitions=self._matters)
 
     def _ask_caution(self) -> str | None:
-        """Raise ApiUnavailableError."""
         return sharing_caution(self.api)

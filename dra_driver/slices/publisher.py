@@ -1,7 +1,6 @@
 """The only writer of ResourceSlices: one level-triggered thread, which writes only if something differs.
 
-Work that must wait (to retry a refused deletion, or to overwrite a competing writer) does not delay other work: the
-thread sleeps until the earliest of these is due, and any change wakes the thread earlier.
+The thread sleeps until a refused deletion or a competing writer's change is due, or until any change wakes it.
 """
 
 from __future__ import annotations
@@ -49,41 +48,40 @@ _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 30.0
 _QUIET_AFTER_WRITE_S = 0.05
 _PROBLEM_AFTER_S = 30.0
-"""A shorter failure is not reported as a problem of the node."""
 
 _NOT_YET = "slices have not been published yet"
 _PROMPT_ANSWERS = 10
 """Immediate rewrites after others change our slices; a restarted kubelet, for example, deletes them."""
 _ANSWER_EVERY_S = 30.0
-"""The average time between later rewrites, so that a conflict does not overload the API server."""
+"""The average time between later rewrites."""
 _CALM_AFTER_S = 60.0
 """How long after a write more changes are expected soon."""
 _CONTESTED_S = 60.0
-"""How long the other program must be quiet, which is longer than our longest wait."""
+"""Longer than our longest wait."""
 _CONTESTED = "another program keeps changing the slices of this node; find it and remove it"
 
 
 class PublishObserver(Protocol):
-    """Receives the results of publishing in the publisher's thread. Must not block or raise."""
+    """Called in the publisher's thread. Must not block or raise."""
 
     def published(self, lag_s: float) -> None:
         """Note that slices were written, `lag_s` seconds after the change that caused the write."""
 
     def publish_failed(self, error: Exception) -> None:
-        """Note that an update of the slices failed; the publisher retries."""
+        """Note an error; the publisher retries."""
 
 
 class PublishedNode(Protocol):
-    """Provides what a node publishes. The publisher's thread calls it in each round."""
+    """The publisher's thread calls it in each round."""
 
     def inventory(self) -> Inventory | None:
-        """Return the devices of the node; None while unknown."""
+        """Return None while unknown."""
 
     def owner(self) -> Owner:
-        """Return the publisher's identity, with the current UID of the Node object."""
+        """Return the identity with the current UID of the Node object."""
 
     def taints(self, limits: TaintLimits) -> Taints:
-        """Return a function that returns the current taints of a device, within the limits of the API server."""
+        """Return a function from a device to its current taints."""
 
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
         """Return a function that returns whether to omit a device. `dropped`: the API server drops taints."""
@@ -91,10 +89,7 @@ class PublishedNode(Protocol):
 
 @dataclass(eq=False)
 class Publisher:
-    """Keeps the slices of `node` up to date with its devices.
-
-    Discovery, the watch, health and MIG only call `mark_dirty`. `support` knows what the server accepts and stores.
-    """
+    """Other threads only call `mark_dirty`."""
 
     node: PublishedNode
     slices: SliceCache
@@ -111,10 +106,9 @@ class Publisher:
         self._wrong: tuple[float, str] | None = (time.monotonic(), _NOT_YET)  # since when, and the problem
         self._of_pool: tuple[NodeProblem, ...] = ()
         self.has_pool = False
-        """Whether this instance has built and written a pool, so that `problems` has those of `FOUND_WITH_POOL`."""
+        """Whether this instance has written a pool, so that `problems` has those of `FOUND_WITH_POOL`."""
         self._known_notes: tuple[str, ...] = ()
         self.withheld: tuple[str, ...] = ()
-        """Names of the devices that the last pool omits because they must not be used."""
         self._known_drops: set[Drop] = set()
         self._known_gates: set[str] = set()
         self._undeleted: dict[str, str] = {}  # by UID, why a slice was not deleted
@@ -132,14 +126,11 @@ class Publisher:
 
     @property
     def problem(self) -> str | None:
-        """Why the published slices are not current; None if they are."""
         wrong = self._wrong
         return None if wrong is None else wrong[1]
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Report slices that have not been current for half a minute, other programs that write slices, and what of
-        the last pool the cluster does not support.
-        """
+        """Return outdated slices, other writers, and what of the last pool the cluster does not support."""
         wrong, unseen, now = self._wrong, self.slices.failing, time.monotonic()
         found = list(self._of_pool)
         if now - self._contested_at < _CONTESTED_S:
@@ -176,7 +167,6 @@ class Publisher:
         return [*found, NodeProblem("slices-not-published", f"The plugin {text}; {remedy}")]
 
     def _has_nothing_to_publish(self, problem: str) -> bool:
-        """Whether no GPUs have been found yet; discovery reports the reason."""
         return problem == _NOT_YET and self.node.inventory() is None
 
     def _note(self, problem: str | None) -> None:
@@ -184,29 +174,24 @@ class Publisher:
         self._wrong = None if problem is None else (now if before is None else before[0], problem)
 
     def start(self) -> None:
-        """Start publishing in the background."""
         self._wrong = time.monotonic(), _NOT_YET  # this process may have waited for another one to stop
         self.mark_dirty()
         self._worker.start()
 
     def stop(self) -> None:
-        """Stop; the slices remain, so that a quick restart writes nothing."""
+        """Leave the slices, so that a quick restart writes nothing."""
         self._worker.stop()
 
     def mark_dirty(self) -> None:
-        """Call this when devices, or slices in the API server, have changed."""
         if self._marked_at is None:
             self._marked_at = time.monotonic()
         self._worker.wake()
 
     def wait_published(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds until a complete pool has been published since the start; return whether it
-        was.
-        """
         return self._published.wait(timeout_s)
 
     def _round(self) -> float:
-        """Publish. Returns the seconds until the next round is due; after an error, it waits itself and returns 0."""
+        """Return the seconds until the next round is due; after an error, wait here and return 0."""
         marked_at, self._marked_at = self._marked_at, None
         if self._behind_since is None:
             self._behind_since = marked_at
@@ -266,7 +251,6 @@ class Publisher:
         self._settle()
 
     def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:
-        """Return the pool, reduced to the devices and fields that the API server accepts and stores."""
         support = self.support.of(inventory, owner)
         offered = inventory if support.no_partitions is None else inventory.without_partitions()
         taints = self.node.taints(support.taints)
@@ -289,8 +273,8 @@ class Publisher:
         return without_fields(pool, support.missing)
 
     def _is_held_back(self, pool: Pool) -> bool:
-        """Whether the write must wait. A write of an unchanged pool reverts a change by another writer; our own
-        changes never wait.
+        """Whether the write must wait. A write of an unchanged pool reverts a change by another writer; our own changes
+        never wait.
         """
         now = time.monotonic()
         wait_s = self._answers.ready_at(now) - now if pool == self._written[0] else 0.0
@@ -304,7 +288,6 @@ class Publisher:
         return True
 
     def _settle(self) -> None:
-        """Note that everything that the server accepts is published; slices that cannot be deleted may remain."""
         left = next(iter(self._undeleted.values()), None)
         refused = self._refused.problem
         self._note(refused or (f"an obsolete slice still exists: {left}" if left else None))
@@ -317,7 +300,6 @@ class Publisher:
             self._published.set()
 
     def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
-        """Return what to write now. Refused deletions are included when they are due."""
         self._existing = self.support.as_sent(self.slices.current())
         changes = slice_changes(pool, self._existing, owner, self._undeleted)
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
@@ -367,7 +349,7 @@ class Publisher:
     def _stores(
         self, entry: JsonObject, content: SliceContent, write: Callable[[JsonObject], JsonObject]
     ) -> bool:
-        """Write a slice; return whether the API server accepts it. A refused slice does not delay the others."""
+        """Return whether the API server accepts the slice. A refused slice does not delay the others."""
         try:
             stored = write(entry)
         except DraDriverError as error:
@@ -384,8 +366,8 @@ class Publisher:
         return True
 
     def _delete(self, obsolete: Iterable[JsonObject]) -> int:
-        """Return the number of deleted slices. A failure is logged once and retried, and does not delay
-        other writes: an admission webhook may protect a slice that is not ours.
+        """Return the number of deleted slices. Failures do not delay other writes: a webhook may protect a slice that
+        is not ours.
         """
         deleted, failed, asked_s = 0, False, 0.0
         for entry in obsolete:
@@ -412,7 +394,6 @@ class Publisher:
         return deleted
 
     def _report_drops(self, name: str, dropped: Iterable[Drop]) -> None:
-        """Log the fields that the API server does not store, each field once."""
         new = set(dropped) - self._known_drops
         if not new:
             return
@@ -426,7 +407,6 @@ class Publisher:
         self._known_gates |= {gate for _, gate in new}
 
     def _report_deviations(self, pool: Pool) -> None:
-        """Log devices that are withheld or differ from the configuration, each time this changes."""
         if pool.notes != self._known_notes:
             for note in pool.notes:
                 _log.warning("device_limited", reason=note)
@@ -437,7 +417,6 @@ class Publisher:
 
 
 def _problems_of_pool(pool: Pool, missing: Collection[str], support: ApiSupport) -> Iterator[NodeProblem]:
-    """Yield what of a pool cannot be published as wanted. `missing` are the feature gates whose fields are missing."""
     for fault in pool.faults:
         yield NodeProblem("device-not-published", f"{fault}; report this as a bug of gpu-dra-driver", fault)
     for gate in sorted(missing):

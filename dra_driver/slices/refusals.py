@@ -1,7 +1,7 @@
 """Tracks the devices and counter sets that the API server rejected: they must not cost the node its other devices.
 
-Until the server accepts a rejected entry, the slices keep the form of it that the server accepted before. Without such
-a form, the entry is missing. The pool stays complete, because the scheduler allocates no device of an incomplete pool.
+The slices keep the form of a rejected entry that the server accepted before, or omit the entry. The pool stays
+complete, because the scheduler allocates no device of an incomplete pool.
 """
 
 from __future__ import annotations
@@ -27,19 +27,15 @@ _log = structlog.get_logger(__name__)
 _FIRST_S = 1.0
 _MAX_S = 300.0
 _MAX_FORBIDDEN_S = 30.0
-"""Shorter, because an administrator fixes a missing permission without changing the slice, and wants to see soon
-whether that helped.
-"""
+"""Shorter, because an administrator fixes a missing permission without changing the slice."""
 _REFUSALS: Final = frozenset({400, 403, 413, 422})
-"""HTTP status codes that reject the content of a slice. Other codes mean, for example, that the slice is gone."""
+"""HTTP status codes that reject the content of a slice."""
 _PLACE = re.compile(r"\bspec\.(devices|sharedCounters)\[(\d+)\]")
-"""How the server's message names an entry, such as `spec.devices[3].attributes[type]: Invalid value`."""
+"""Such as `spec.devices[3].attributes[type]: Invalid value`."""
 
 
 @dataclass(slots=True)
 class _Refusal:
-    """The server rejected `wanted`, which is retried at `due`. `before` is the form that the server accepted before."""
-
     wanted: JsonObject
     before: JsonObject | None
     error: ApiRejectedError
@@ -48,7 +44,7 @@ class _Refusal:
 
 
 class RefusedEntries:
-    """The rejected devices and counter sets of one pool. Only the publisher's thread uses it."""
+    """The rejected entries of one pool. Only the publisher's thread uses it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -57,7 +53,6 @@ class RefusedEntries:
 
     @property
     def problem(self) -> str | None:
-        """The names of the rejected entries, and the server's error for the first; None if there are none."""
         if not self._refusals:
             return None
         names = list(dict.fromkeys(one.wanted["name"] for one in self._refusals))
@@ -65,7 +60,6 @@ class RefusedEntries:
 
     @property
     def due(self) -> float:
-        """When the next entries are retried."""
         return min((one.due for one in self._refusals), default=math.inf)
 
     def publishable(self, pool: Pool) -> Pool:
@@ -98,8 +92,7 @@ class RefusedEntries:
         return replace(pool, slices=tuple(counted))
 
     def refused(self, content: SliceContent, existing: Sequence[JsonObject], error: Exception) -> bool:
-        """Record which entries of `content` were rejected: those that the server's error names, otherwise those that
-        differ from the `existing` slices.
+        """Record the entries that the error names, otherwise those that differ from the `existing` slices.
 
         Returns whether there are any; the caller must handle other errors.
         """
@@ -122,9 +115,7 @@ class RefusedEntries:
         return bool(rejected)
 
     def stored(self, *contents: SliceContent, is_complete: bool = False) -> bool:
-        """Call this when the server has these contents; `is_complete`: they are the whole pool. Returns whether the
-        server rejected any of their entries before.
-        """
+        """Note that the server has these contents; return whether it rejected any of their entries before."""
         self._is_complete = self._is_complete or is_complete
         before, accepted = self._refusals, [entry for content in contents for entry in content.entries]
         self._refusals = [one for one in before if one.wanted not in accepted]
@@ -139,7 +130,7 @@ def _accepted(entries: Iterable[JsonObject], refusals: Iterable[_Refusal]) -> tu
 def _rejected(
     content: SliceContent, existing: Sequence[JsonObject], error: str
 ) -> Iterator[tuple[JsonObject, JsonObject | None]]:
-    """Yield each rejected entry and its existing form, which is None if there is none or if it is the same."""
+    """Yield each rejected entry and its existing form, if that differs."""
     places = set(_PLACE.findall(error))
     for key, entries in (("devices", content.devices), ("sharedCounters", content.shared_counters)):
         published = {entry["name"]: entry for one in existing for entry in one["spec"].get(key) or ()}

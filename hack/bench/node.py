@@ -156,7 +156,7 @@ class Node(MeasuredNode, DaemonNode):
     the daemon's start to its registration and to its slices.
     """
 
-    more = ("--http-endpoint", "127.0.0.1:0", "--healthcheck-port", "0")
+    more = ("--http-endpoint", "127.0.0.1:0")
 
     def __init__(self, root: Path, config: JsonObject | None = None) -> None:
         # Create the machine first, so that its time does not count.

@@ -376,7 +376,7 @@ def churn(
         for thread in working:
             thread.join()
     with suppress(TimeoutError):
-        wait_for(lambda: node.state() == fresh, max(1.0, mended + _LEFT_AFTER_S - time.monotonic()), 0.2)
+        wait_for(lambda: node.state() == fresh, _LEFT_AFTER_S, 0.2)
     worn = wear(node.daemon)
     _report(pods, trouble)
     print(

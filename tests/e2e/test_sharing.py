@@ -24,7 +24,7 @@ from tests.e2e.conftest import (
     wait_for,
 )
 from tests.e2e.podresources import uses
-from tests.e2e.test_usage import usage
+from tests.e2e.test_usage import gpus
 from tests.fakes.scrapes import samples_in
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -177,11 +177,11 @@ def test_pods_that_share_a_gpu_are_distinguished_by_what_their_processes_use(
             made = [SIMULATOR_DIR / f"root/proc/{pid}", *made]
             made[0].mkdir()
             shutil.copy(f"/proc/{pid}/cgroup", made[0])
-        rows = [row for row in json.loads(usage(sharing, "-o", "json"))["rows"] if row["pods"]]
+        rows = [row for row in json.loads(gpus(sharing, "--usage", "-o", "json"))["rows"] if row["pods"]]
         assert {row["pods"][0]: row["load"]["utilisation_percent"] for row in rows} == {
             f"default/{pod}": percent for pod, percent in busy.items()
         }
-        table = usage(sharing)
+        table = gpus(sharing, "--usage")
         assert re.search(r" share-1 .* 70% 0\.5/80 GiB", table)
         assert re.search(r" share-2 .* 3% 0\.5/80 GiB", table)
         [pod] = sharing.staying_pods("node")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pynvml
 
@@ -38,6 +40,33 @@ def silence(machine: Machine, gpu: int) -> None:
         "nvmlDeviceGetU[!U]*",
     ):
         machine.set_fault(pattern, code="unknown", gpu=gpu)
+
+
+class Work(NamedTuple):
+    """What a simulated GPU has done until a moment: seconds, busy seconds, joules."""
+
+    seconds: float
+    busy_s: float
+    joules: float
+
+    @classmethod
+    def of(cls, machine: Machine, index: int) -> Work:
+        state, now = machine.current(), time.time()
+        gpu = state.gpus[index]
+        busy_s, limit_w = gpu.busy_s(now), state.model_of(gpu).power_limit_w
+        return cls(now, busy_s, limit_w * (0.1 * now + 0.8 * busy_s))
+
+    def since(self, other: Work) -> list[float]:
+        return [late - early for late, early in zip(self, other, strict=True)]
+
+
+def assert_done(part: dict[str, float], begun: tuple[Work, Work], ended: tuple[Work, Work]) -> None:
+    """The part of a receipt agrees to 5 % with what its GPU did between the claim's Prepare and its end. Each has the
+    readings before and after it."""
+    least, most = ended[0].since(begun[1]), ended[1].since(begun[0])
+    values = part["gpu_seconds"], part["busy_gpu_seconds"], part["energy_joules"]
+    for low, value, high in zip(least, values, most, strict=True):
+        assert low * 0.95 <= value <= high * 1.05, (least, values, most)
 
 
 class SimulatedNode:

@@ -71,7 +71,7 @@ def test_clocks_are_locked_each_for_itself(node: SimulatedNode, gpu: str) -> Non
 @pytest.mark.parametrize(
     ("code", "error", "text"),
     [
-        ("no-permission", ClaimRefusedError, "this node may not change it; a virtual machine may lack the right"),
+        ("no-permission", ClaimRefusedError, "NVML denies permission, as it may in a virtual machine"),
         ("invalid-argument", ClaimRefusedError, "the GPU does not accept this value"),
         ("not-supported", NotSupportedError, "Not Supported"),
         ("gpu-is-lost", DeviceLostError, "the GPU does not answer"),

@@ -1,7 +1,7 @@
 """Names and content of the metadata files that describe a container's devices, and their CDI specs.
 
-A file belongs to one top-level request. It is a stream of JSON documents, one for each version of the format,
-newest first; a reader uses the first version that it knows.
+A file belongs to one top-level request. It has a JSON document for each version of the format, newest first; a reader
+uses the first version that it knows.
 """
 
 from __future__ import annotations
@@ -30,16 +30,12 @@ _LONGEST_FILE_NAME = 255
 
 @dataclass(frozen=True, slots=True)
 class DescribedDevice:
-    """An allocation result, and the known attributes of its device in the format of a ResourceSlice."""
-
     result: DeviceResult
     attributes: JsonObject
 
 
 def check_names(claim: AllocatedClaim) -> None:
-    """Check the names that become parts of paths. Raises: ClaimRefusedError if a name is not a valid Kubernetes
-    name.
-    """
+    """Check the names in paths. Raises: ClaimRefusedError."""
     check_ref(claim.ref)
     for result in claim.results:
         _check("request", result.base_request, is_dns_label)
@@ -48,7 +44,6 @@ def check_names(claim: AllocatedClaim) -> None:
 
 
 def check_ref(ref: ClaimRef) -> None:
-    """Like `check_names`, for the names that become parts of directory names."""
     checked_claim_uid(ref.uid)
     _check("namespace", ref.namespace, is_dns_label)
     _check("name", ref.name, is_subdomain)
@@ -63,18 +58,16 @@ def _check(what: str, name: str, is_valid: Callable[[str], bool]) -> None:
 
 
 def requests_of(claim: AllocatedClaim) -> tuple[str, ...]:
-    """Return the top-level requests that have a device, without duplicates, in the order of the results."""
     return tuple(dict.fromkeys(result.base_request for result in claim.results))
 
 
 def directory_name(ref: ClaimRef) -> str:
-    """Return the name of a claim's directory on the host. The UID replaces a claim name that is too long."""
+    """Replace a claim name that is too long by the UID."""
     name = f"{ref.namespace}_{ref.name}"
     return name if len(name) <= _LONGEST_FILE_NAME else f"{ref.namespace}_{ref.uid}"
 
 
 def container_path(claim: AllocatedClaim, request: str, driver: str) -> str:
-    """Return the path of a request's file inside a container."""
     kind, name = ("resourceclaims", claim.ref.name)
     if claim.pod_claim_name is not None:
         kind, name = ("resourceclaimtemplates", claim.pod_claim_name)
@@ -82,22 +75,18 @@ def container_path(claim: AllocatedClaim, request: str, driver: str) -> str:
 
 
 def cdi_id(driver: str, claim_uid: str, request: str) -> str:
-    """Return the qualified name of the CDI device that mounts a request's file."""
     return f"{driver}/{_CLASS}={_cdi_device(claim_uid, request)}"
 
 
 def cdi_file_prefix(driver: str) -> str:
-    """Return the prefix of the file names of all metadata CDI specs."""
     return f"{driver}_{_CLASS}_"
 
 
 def cdi_file(driver: str, claim_uid: str, request: str) -> str:
-    """Return the file name of the CDI spec that mounts a request's file."""
     return f"{cdi_file_prefix(driver)}{_cdi_device(claim_uid, request)}.json"
 
 
 def cdi_spec(driver: str, claim: AllocatedClaim, request: str, host_path: str) -> JsonObject:
-    """Return the CDI spec that mounts a request's file read-only."""
     mount = {
         "hostPath": host_path,
         "containerPath": container_path(claim, request, driver),
@@ -119,9 +108,9 @@ def described(
     inventory: Inventory,
     created: OwnedInstance | None,
 ) -> DescribedDevice:
-    """Return a device's attributes: those in its slice, and those that are known only after its Prepare.
+    """Return a device's attributes in its slice, and those that are known only after its Prepare.
 
-    `created` is the MIG instance that was created for a MIG device on demand.
+    `created` is the instance of a MIG device on demand.
     """
     attributes = {**attributes_of(offered, inventory), **_current_ids(offered, created)}
     if result.share_id is not None:
@@ -157,7 +146,7 @@ def encode(
     versions: Iterable[str],
     generation: int,
 ) -> bytes:
-    """Return the content of a top-level request's file. Equal input yields equal bytes."""
+    """Return the content of a file. Equal input yields equal bytes."""
     by_request: dict[str, list[JsonObject]] = {}
     for device in devices:
         result = device.result
@@ -186,7 +175,7 @@ def encode(
 
 
 def owner_and_generation(content: bytes) -> tuple[str, int] | None:
-    """Return the claim UID and the generation in a file; None if it is not a metadata file of the plugin."""
+    """Return the claim UID and the generation; None if the file is not a metadata file of the plugin."""
     try:
         document, _ = json.JSONDecoder().raw_decode(content.decode())
         metadata = document["metadata"]

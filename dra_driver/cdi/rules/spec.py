@@ -1,7 +1,6 @@
 """CDI specs: one per claim. A spec lists the NVIDIA driver's files once, and the device nodes of each device.
 
-Also adds the mounts and variables that a container needs to use an MPS daemon, and reads the devices from a
-spec: if a claim's record is lost, only the spec says which devices the claim has.
+If a claim's record is lost, only the spec says which devices the claim has.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dra_driver.model.plan import device_of_cdi_name, share_of_cdi_name
 
 CLASS = "claim"
 COMMON = "containerEdits"
-"""The field with the NVIDIA driver's files. It is most of a spec, and usually equal in all specs."""
+"""The NVIDIA driver's files: most of a spec, and usually equal in all specs."""
 
 _FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 _SOCKET_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
@@ -28,10 +27,9 @@ _WORLD_RW = 0o006
 _LIBRARY_SUBDIRS = ("gbm", "vdpau")
 
 ADMIN_ACCESS = "DRA_ADMIN_ACCESS=true"
-"""Environment of a container whose claim has adminAccess; Kubernetes' example driver sets the same variable."""
+"""Kubernetes' example driver sets the same variable."""
 MAINTENANCE = "MAINTENANCE_GPUS="
-"""Environment of a maintenance claim's containers: the UUIDs of the claim's GPUs. A GPU can only be reset from a
-privileged container, which sees all GPUs of the node."""
+"""The UUIDs of a maintenance claim's GPUs: a privileged container, which can reset a GPU, sees all GPUs."""
 
 # Without these, an installed NVIDIA container runtime would inject GPUs too: it reads which GPUs to inject from
 # the environment or, if so configured, from mounts.
@@ -45,7 +43,7 @@ _MOUNT_OPTIONS = ("rw", "nosuid", "nodev", "bind")
 
 
 def checked_claim_uid(claim_uid: str) -> str:
-    """Return the UID if it can be part of a file name and of a CDI device name. Raises: ClaimRefusedError."""
+    """Return a UID that can be part of names of files and CDI devices. Raises: ClaimRefusedError."""
     if not is_uid(claim_uid):
         raise ClaimRefusedError(
             f"claim UID {claim_uid!r} cannot be part of a file name, so the claim is refused"
@@ -54,24 +52,19 @@ def checked_claim_uid(claim_uid: str) -> str:
 
 
 def spec_kind(driver_name: str) -> str:
-    """Return the CDI kind of a driver's claims, such as `k8s.gpu.nvidia.com/claim`."""
     return f"k8s.{driver_name}/{CLASS}"
 
 
 def device_name(claim_uid: str, device: str) -> str:
-    """Return the device's name in the spec. It contains the UID because runtimes cache specs, so a name must
-    not be reused.
-    """
+    """Include the UID, because runtimes cache specs, so a name must not be reused."""
     return f"{claim_uid}-{device}"
 
 
 def cdi_id(driver_name: str, claim_uid: str, device: str) -> str:
-    """Return the qualified name that the kubelet passes to the runtime."""
     return f"{spec_kind(driver_name)}={device_name(claim_uid, device)}"
 
 
 def file_stem(driver_name: str, claim_uid: str) -> str:
-    """Return the name of a claim's spec file without its suffix."""
     return f"k8s.{driver_name}-{CLASS}_{checked_claim_uid(claim_uid)}"
 
 
@@ -88,7 +81,6 @@ def encode(spec: dict[str, Any], common: bytes | None = None) -> bytes:
 
 
 def encoded(part: Any) -> bytes:
-    """Encode a part of a spec."""
     return json.dumps(part, separators=(",", ":")).encode("ascii")
 
 
@@ -99,21 +91,20 @@ def claim_spec(
     devices: Sequence[CdiDevice],
     common: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the spec of a claim's devices. Equal devices are listed once.
+    """Return the spec of a claim's devices. Equal devices are listed once. `common` may be a cached result of
+    `common_edits`.
 
-    `common` is the result of `common_edits`, if it was computed before.
-
-    Raises: RetryableError if a required device node is missing; ClaimRefusedError if the claim has no device,
-    or two different devices with the same name.
+    Raises: RetryableError if a required device node is missing; ClaimRefusedError if the claim has no device, or two
+    different devices with the same name.
     """
     edits = common_edits(driver) if common is None else common
     return _spec(claim_uid, driver_name, {COMMON: edits}, devices, driver.hook)
 
 
 def vfio_spec(claim_uid: str, driver_name: str, devices: Sequence[CdiDevice]) -> dict[str, Any]:
-    """Return the spec of devices for virtual machines, without any files of the NVIDIA driver.
+    """Return the spec of devices for virtual machines. Raises: as `claim_spec`.
 
-    Each device is complete by itself, because Kata reads them one by one. Raises: the errors of `claim_spec`.
+    Each device is complete by itself, because Kata reads them one by one.
     """
     alone = [replace(device, env=(_NO_SECOND_INJECTION, *device.env)) for device in devices]
     return _spec(claim_uid, driver_name, {}, alone, None)
@@ -144,9 +135,7 @@ def _spec(
 
 
 def minimum_version(spec: dict[str, Any]) -> str:
-    """Return the lowest CDI version that has all fields of the spec, because older runtimes refuse newer
-    versions.
-    """
+    """Return the lowest CDI version that has all fields of the spec, because older runtimes refuse newer versions."""
     edits = [spec.get(COMMON, {}), *(device["containerEdits"] for device in spec["devices"])]
     if any("additionalGids" in edit for edit in edits):
         return "0.7.0"
@@ -168,10 +157,7 @@ def _check_common_nodes(driver: DriverFiles) -> None:
 
 
 def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
-    """Return the devices sorted by name, without duplicates.
-
-    Two requests of a claim may have the same device, one of them with adminAccess.
-    """
+    """Merge equal devices: two requests may have the same device, one of them with adminAccess."""
     by_name: dict[str, CdiDevice] = {}
     for device in devices:
         if not device.nodes:
@@ -190,10 +176,7 @@ def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
 
 
 def common_edits(driver: DriverFiles) -> dict[str, Any]:
-    """Return the edits that every container gets for the NVIDIA driver, regardless of its devices.
-
-    Raises: RetryableError if a required device node is missing.
-    """
+    """Return the edits that every container gets. Raises: RetryableError if a required device node is missing."""
     _check_common_nodes(driver)
     env = [_NO_SECOND_INJECTION]
     if driver.driver_dirs:
@@ -218,12 +201,10 @@ def common_edits(driver: DriverFiles) -> dict[str, Any]:
 
 
 def with_nodes(edits: dict[str, Any], nodes: Sequence[HostNode]) -> dict[str, Any]:
-    """Return common edits with additional device nodes."""
     return {**edits, "deviceNodes": [*edits["deviceNodes"], *(_node(node) for node in nodes)]}
 
 
 def node_paths(spec: Mapping[str, Any]) -> list[str]:
-    """Return the paths of all device nodes in a spec, as containers see them."""
     edits = [spec.get(COMMON, {}), *(device["containerEdits"] for device in spec["devices"])]
     return [node["path"] for edit in edits for node in edit.get("deviceNodes", ())]
 
@@ -231,8 +212,8 @@ def node_paths(spec: Mapping[str, Any]) -> list[str]:
 def _names_without_hook(driver: DriverFiles) -> dict[str, str]:
     """Return the file to mount at each path, if no hook creates links or runs ldconfig in the container.
 
-    Every library is mounted under all its names, at its host path and in each default directory of common
-    dynamic linkers, because an image of another distribution may not search the directories of this host.
+    Every library is mounted under all its names, at its host path and in each default directory of common dynamic
+    linkers, because an image of another distribution may not search the directories of this host.
     """
     names = {link.path: link.host_path for link in driver.links}
     known = [(file.container_path, file.host_path) for file in driver.libraries]
@@ -249,7 +230,7 @@ def _names_without_hook(driver: DriverFiles) -> dict[str, str]:
 
 
 def _common_hooks(driver: DriverFiles, hook: str) -> list[dict[str, Any]]:
-    """Return the hooks. The hook for links is first, because enable-cuda-compat and ldconfig need the links."""
+    """Put the hook for links first, because enable-cuda-compat and ldconfig need the links."""
     hooks = []
     if driver.links:
         hooks.append(_symlink_hook(hook, ((link.path, link.target) for link in driver.links)))
@@ -278,7 +259,7 @@ def _device_edits(device: CdiDevice, hook: str | None) -> dict[str, Any]:
 
 
 def _node_edits(nodes: Sequence[HostNode]) -> dict[str, Any]:
-    """Return edits with the nodes, and with the groups that a non-root user needs to open them."""
+    """Add the groups that a non-root user needs to open the nodes."""
     edits: dict[str, Any] = {"deviceNodes": [_node(node) for node in nodes]}
     gids = {node.node.gid for node in nodes if node.node.mode & _WORLD_RW != _WORLD_RW} - {0}
     if gids:
@@ -287,7 +268,7 @@ def _node_edits(nodes: Sequence[HostNode]) -> dict[str, Any]:
 
 
 def _node(node: HostNode) -> dict[str, Any]:
-    """Return a device node with its type and numbers, so that the runtime does not look it up on the host."""
+    """Include type and numbers, so that the runtime does not look the node up on the host."""
     device = node.node
     entry: dict[str, Any] = {"path": device.path}
     if node.host_path != device.path:
@@ -332,12 +313,11 @@ def _hook(hook: str, verb: str, args: Sequence[str]) -> dict[str, Any]:
 
 
 def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -> CdiDevice:
-    """Return the device with the MPS daemon's pipe and shared memory, and with the claim's limits.
+    """Add the MPS daemon's pipe and shared memory, and the claim's limits.
 
-    The limits are environment variables because they belong to the claim, and several claims may share the
-    daemon. CUDA can only lower the daemon's own limits. The limits use the daemon's device numbers. If the daemon
-    has several GPUs, each device sets the limits of all GPUs, because the runtime keeps only one value of the
-    variable.
+    The limits are environment variables because several claims may share the daemon. CUDA can only lower the daemon's
+    own limits. If the daemon has several GPUs, each device sets the limits of all, by the daemon's device numbers,
+    because the runtime keeps only one value of the variable.
     """
     env = [f"CUDA_MPS_PIPE_DIRECTORY={PIPE_DIRECTORY}"]
     limits = usage.memory_limits_mib or (usage.memory_limit_mib,)
@@ -355,9 +335,7 @@ def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -
 
 @dataclass(frozen=True, slots=True)
 class SpecDevice:
-    """One device of a spec. `share_id` is None if the device is not shared. `in_maintenance` are the UUIDs of the GPUs
-    that the claim takes out of service.
-    """
+    """`in_maintenance` are the UUIDs of the GPUs that the claim takes out of service."""
 
     device: str
     share_id: str | None = None
@@ -367,7 +345,6 @@ class SpecDevice:
 
 
 def devices_of(claim_uid: str, spec: Mapping[str, Any] | None) -> tuple[SpecDevice, ...]:
-    """Return the devices of a claim's spec. Unreadable parts are skipped."""
     devices = (spec or {}).get("devices")
     return tuple(
         _device(str(entry["name"]).removeprefix(f"{claim_uid}-"), entry)

@@ -1,13 +1,9 @@
 """Decides which claims hold a device that another claim needs, and whether they are about to release it.
 
-| The claim in the API server | Its holder is | Its record is |
-|---|---|---|
-| does not exist, or its name has another UID | leaving | stale |
-| has no allocation | leaving | stale |
-| has none of the record's devices any more | leaving | stale |
-| has some of the record's devices, but not the one that the other claim needs | leaving | kept |
-| is being deleted, or reserved for no pod | leaving | kept: the kubelet is about to unprepare it |
-| is allocated and reserved | staying | kept |
+A holder is leaving, and its record is stale, if the API server has no claim with its name and UID, or that
+claim has none of the record's devices any more. A holder is also leaving, but not stale, if its claim has
+other devices of the record, is being deleted, or is reserved for no pod: the kubelet is about to unprepare
+it.
 
 The substitute for a lost record does not list allocated devices, and is never stale.
 """
@@ -28,24 +24,18 @@ from dra_driver.sharing.rules.modes import incompatibility
 
 _MAX_NAMED = 8
 Wanted = tuple[str, HeldDevice]
-"""The name of a claim's request, and the device that the claim would hold."""
+"""A request's name, and the device that the claim would hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A claim holds a device that another claim needs. `text` explains the conflict in a sentence."""
-
     holder: ClaimRecord
     held: HeldDevice
     text: str
 
 
 class DeviceHeldError(ClaimRefusedError):
-    """Other claims hold the devices that this claim needs.
-
-    `conflicts` is not empty; the message is the text of the first. `enough` is the number of conflicts that must end:
-    all of them, or fewer if the conflicts only fill an MPS daemon.
-    """
+    """`enough` of the `conflicts`, at least one, must end: all, or fewer if they only fill an MPS daemon."""
 
     def __init__(self, conflicts: Sequence[Conflict], enough: int | None = None) -> None:
         super().__init__(conflicts[0].text)
@@ -54,8 +44,8 @@ class DeviceHeldError(ClaimRefusedError):
 
 
 def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord], limits: Sequence[Step] = ()) -> None:
-    """Raise DeviceHeldError if another claim holds one of the devices, or shares it in another mode or with limits of
-    power and clocks other than `limits`.
+    """Raise DeviceHeldError if another claim holds one of the devices, or shares it in another mode or with
+    other `limits` of power and clocks.
     """
     gpus = {device.gpu_uuid for _, device in wanted}
     conflicts = [
@@ -72,10 +62,8 @@ def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord], limits:
 def refuse_crowded(
     wanted: Sequence[Wanted], others: Iterable[ClaimRecord], max_clients: Mapping[str, int]
 ) -> None:
-    """Raise DeviceHeldError if the MPS daemon of a device already has its maximum number of clients.
-
-    `max_clients` is that maximum for each device with MPS. A claim counts as one client, even if its pods run more.
-    `enough` in the error is how many of the daemon's claims must end.
+    """Raise DeviceHeldError if a device's MPS daemon has its maximum number of clients. A claim counts as
+    one.
     """
     records = list(others)
     for request, device in wanted:
@@ -98,9 +86,9 @@ def refuse_crowded(
 
 
 def claims_to_wait_for(step: StartMaintenance, others: Iterable[ClaimRecord]) -> tuple[str, ...]:
-    """Return `namespace/name` of each claim on the step's GPUs, except for other waiting maintenance claims. A claim
-    with adminAccess counts too: its pod has the GPU open. Raises: ClaimRefusedError if there are claims and the policy
-    is Refuse.
+    """Return the claims on the step's GPUs, except for other waiting maintenance claims. A claim with
+    adminAccess counts too: its pod has the GPU open. Raises: ClaimRefusedError if there are claims and the
+    policy is Refuse.
     """
     users = tuple(
         sorted(
@@ -119,7 +107,6 @@ def claims_to_wait_for(step: StartMaintenance, others: Iterable[ClaimRecord]) ->
 
 
 def refuse_in_maintenance(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None:
-    """Raise DeviceHeldError if a maintenance claim has the GPU of one of the devices."""
     conflicts = [
         Conflict(
             record,
@@ -179,17 +166,13 @@ def _same_silicon(held: HeldDevice, device: HeldDevice) -> bool:
 
 
 def _are_shares(held: HeldDevice, device: HeldDevice) -> bool:
-    """Whether both are different shares of the same device."""
     is_same = held.device == device.device
     return is_same and held.share_id is not None and device.share_id not in (None, held.share_id)
 
 
 def release_reason(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str) -> str | None:
-    """Return why the claim of a record will soon release a device, such as `was deleted`; None if it keeps the
-    device.
-
-    The text ends a sentence that begins with the claim. `now` is the claim in the API server; None if it does
-    not exist.
+    """Return why the claim will soon release a device, as the end of a sentence that begins with the claim;
+    None if it keeps it. `now` is None if the claim does not exist.
     """
     over = _over(record, now, driver, device)
     if over is not None or now is None:
@@ -202,14 +185,11 @@ def release_reason(record: ClaimRecord, now: ClaimNow | None, driver: str, devic
 
 
 def staleness(record: ClaimRecord, now: ClaimNow | None, driver: str) -> str | None:
-    """Return why the record's devices are no longer allocated to its claim; None if at least one still is."""
+    """Return why none of the record's devices is still allocated; None if one is."""
     return _over(record, now, driver, None)
 
 
 def _over(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str | None) -> str | None:
-    """Return why `device` (None: all devices of the record) is no longer allocated to the claim; None if it
-    still is.
-    """
     names = [(driver, result.pool, result.device) for result in record.claim.results]
     if not names:
         return None

@@ -1,4 +1,4 @@
-"""Decides from the node's configuration which IMEX channels a claim's device gets."""
+"""Decides which IMEX channels a claim's device gets."""
 
 from __future__ import annotations
 
@@ -21,14 +21,11 @@ _UNREADY: Final = {
 def imex_of(
     result: DeviceResult, device: OfferedDevice, channels: ImexChannels | None, inventory: Inventory
 ) -> ImexChannels | None:
-    """Return the IMEX channels that a device gets; None for a device outside any fabric, or with adminAccess.
+    """On a node that gives no channels, the GPU's fabric need not be ready: a program that starts too early
+    fails (CUDA error 802), and works after its container restarts. A taint keeps new pods away.
 
-    On a node that gives no channels, a claim is prepared even if its GPU's fabric is not ready, because nothing
-    that the claim gets depends on the fabric. A program that starts too early fails (CUDA error 802), and works
-    after its container restarts. A taint keeps new pods away, unless they tolerate the taint or it is switched off.
-
-    Raises: like `gets_channels`; RetryableError if the NVIDIA driver has no channels; ClaimRefusedError if it lacks the
-    configured channel, or has more channels than a container can have.
+    Raises: like `gets_channels`; RetryableError if the NVIDIA driver has no channels; ClaimRefusedError if it
+    has too few or too many for the configuration.
     """
     if channels is None or not gets_channels(result, device):
         return None
@@ -54,12 +51,10 @@ def imex_of(
 
 
 def gets_channels(result: DeviceResult, device: OfferedDevice) -> bool:
-    """Whether a device gets IMEX channels on a node that gives them.
+    """Whether a device is a whole GPU that can reach GPUs of other nodes over NVLink, without adminAccess.
 
-    True for a whole GPU that can reach GPUs of other nodes over NVLink, unless it is held with adminAccess.
-
-    Raises: RetryableError while the GPU is not registered with its fabric. Until then, it is unknown whether the claim
-    needs a channel, and a claim prepared without its channel would never get it.
+    Raises: RetryableError while the GPU is not registered with its fabric. Until then, the claim may need a
+    channel, and a claim prepared without it would never get it.
     """
     if result.admin_access or not isinstance(device, WholeGpu):
         return False

@@ -1,15 +1,7 @@
 """Decides how a claim is prepared: which devices and which steps, or why it is refused.
 
-States of a claim on this node, as its record shows them:
-
-    (no record) ──plan, record written──▶ preparing ──every step done──▶ prepared
-      ▲                                    │                             │
-      └──── files and record removed (failed Prepare, Unprepare, recovery) ────┘
-
-A crash in `preparing` leaves a record that names every step that may have had an effect. The next Prepare runs
-the same steps again, which is safe. Unprepare removes files and record; the cleaner then undoes the changes in the
-ledgers. A Prepare of a prepared claim also runs the steps again, because a reboot or a cleanup may have removed their
-results.
+A record names every step that may have had an effect. After a crash the next Prepare runs them again, which
+is safe. So does a Prepare of a prepared claim, because a reboot or a cleanup may have removed their results.
 """
 
 from __future__ import annotations
@@ -73,9 +65,8 @@ from dra_driver.sharing.rules.modes import sharing_modes_of
 
 
 def our_part(claim: AllocatedClaim, driver: str) -> AllocatedClaim:
-    """Return the claim without the devices and parameters of other drivers.
-
-    A config that is not opaque is kept: it comes from a newer Kubernetes and may be meant for this driver.
+    """Return the claim without other drivers' devices and parameters. A config that is not opaque comes from
+    a newer Kubernetes and may be meant for this driver.
     """
     return replace(
         claim,
@@ -103,17 +94,15 @@ def plan_claim(
 ) -> Plan:
     """Return the plan for this driver's part of a claim.
 
-    `others` are the records of all other claims on this node, and `known` is the claim's own record. `sharing`
-    and `power` are the node's policies, and `metadata` lists the versions in which the node writes device metadata.
-    `setting_for_lost` is the setting that would keep new pods away from lost GPUs; None if they already stay
-    away. `extra_devices` are the devices that the node's configuration adds to claims.
+    `others` are the node's other records, `known` is the claim's own. `metadata` lists versions.
+    `setting_for_lost` is as in `ClaimPlanner`.
 
-    A claim with adminAccess to many GPUs, such as a monitor's, is prepared without the lost ones, because a
-    monitor is needed most on a node with a bad GPU. A claim that uses a lost GPU, or has no other GPU, cannot
-    be prepared, unless it is for maintenance.
+    A claim with adminAccess to many GPUs is prepared without the lost ones, because a monitor is needed most
+    on a node with a bad GPU. A claim that uses a lost GPU, or has no other GPU, is not prepared, unless it is
+    for maintenance.
 
-    Raises: ClaimRefusedError that names the request, the device and the remedy (DeviceHeldError if other claims
-    hold the device, or its MPS daemon is full); DeviceLostError; RetryableError; InvalidConfigError.
+    Raises: ClaimRefusedError that names the request, the device and the remedy (DeviceHeldError if other
+    claims hold the device, or its MPS daemon is full); DeviceLostError; RetryableError; InvalidConfigError.
     """
     found = _found(claim, pool, inventory, known, setting_for_lost)
     _refuse_repeats(found)
@@ -159,11 +148,7 @@ def plan_claim(
 def _maintenance(
     found: Sequence[tuple[DeviceResult, OfferedDevice]], parameters: Sequence[ResolvedConfig]
 ) -> StartMaintenance | None:
-    """Return the step of a maintenance claim with these devices and their parameters; None for any other claim.
-
-    For a MIG device, the step names the GPU that has the device. Raises: ClaimRefusedError if only some devices are for
-    maintenance, if their parameters differ, or if one is a MIG device on demand, which may not exist yet.
-    """
+    """Refuse a MIG device on demand, which may not exist yet."""
     configs = [one.config for one in parameters if isinstance(one.config, MaintenanceConfig)]
     if not configs:
         return None
@@ -185,7 +170,7 @@ def _maintenance(
 def is_for_virtual_machine(devices: Sequence[tuple[DeviceResult, DeviceKind]]) -> bool:
     """Whether a claim's devices go to a virtual machine.
 
-    Raises: ClaimRefusedError if only some of them do, because the NVIDIA driver's files would reach the virtual
+    Raises: ClaimRefusedError if only some do, because the NVIDIA driver's files would reach the virtual
     machine's pod; or if one is requested with adminAccess.
     """
     passed = [result for result, kind in devices if kind == "vfio"]
@@ -248,9 +233,8 @@ def _found(
 def _kept_usages(
     claim: AllocatedClaim, found: Sequence[tuple[DeviceResult, OfferedDevice]], known: ClaimRecord | None
 ) -> list[SharingMode] | None:
-    """Return the sharing modes of a prepared claim; None if they are not decided yet.
-
-    The pod may be running, so a new policy or release must not change its sharing mode.
+    """Keep a prepared claim's sharing modes: its pod may be running, so a new policy or release must not
+    change them.
     """
     if known is None or known.phase != "prepared" or known.claim != claim:
         return None
@@ -267,13 +251,7 @@ def _parameters(
     *,
     is_prepared: bool,
 ) -> list[ResolvedConfig]:
-    """Return the parameters of each device.
-
-    Parameters of a prepared claim may come from a newer release. They were validated when the claim was
-    prepared, so unreadable ones are replaced by the defaults.
-
-    Raises: InvalidConfigError.
-    """
+    """Use the defaults if a prepared claim's parameters, which a newer release accepted, are unreadable."""
     resolved = []
     for result, offered in found:
         kind = kind_of(offered)
@@ -287,7 +265,6 @@ def _parameters(
 
 
 def _manages(result: DeviceResult, resolved: ResolvedConfig) -> bool:
-    """Whether the claim gets management access through this device."""
     return result.admin_access and manages(resolved.config)
 
 
@@ -297,9 +274,7 @@ def _with_extra_devices(
     inventory: Inventory,
     held: Sequence[HeldDevice] | None,
 ) -> tuple[PlannedDevice, ...]:
-    """Add the extra devices to each device. A prepared claim keeps the extra devices in `held`, even if the node's
-    configuration has changed.
-    """
+    """Keep what a prepared claim has in `held`, even if the node's configuration has changed."""
     planned = []
     for number, device in enumerate(devices):
         if isinstance(device.offered, VfioDevice):
@@ -318,11 +293,8 @@ def _metadata(
     known: ClaimRecord | None,
     versions: tuple[str, ...],
 ) -> tuple[WriteDeviceMetadata, ...]:
-    """Return the metadata steps. A prepared claim keeps the versions of its record, or no metadata if it had
-    none.
-
-    Otherwise the containers of a pod would see different files, and a step that disappeared from the record
-    would never be undone.
+    """Keep a prepared claim's versions, or none: else its containers would see different files, and a step
+    that disappeared from the record would never be undone.
     """
     steps: tuple[WriteDeviceMetadata, ...] = (WriteDeviceMetadata(versions),) if versions and devices else ()
     if known is not None and known.devices == tuple(device.held() for device in devices):
@@ -339,9 +311,6 @@ def _steps(
     metadata: Iterable[Step],
     known: ClaimRecord | None,
 ) -> tuple[Step, ...]:
-    """Return the steps without duplicates: MIG, then time slices, limits, MPS daemons, VFIO and files. The CDI spec is
-    last.
-    """
     used = [device for device in devices if not device.result.admin_access]
     whole = {
         LeaveMigMode(offered.gpu.uuid, offered.gpu.pci_bus_id)
@@ -373,9 +342,8 @@ def _steps(
 
 
 def _bindings(offered: OfferedDevice, known: ClaimRecord | None) -> Iterator[BindVfio]:
-    """Yield the binding step of a card, unless an administrator bound the card.
-
-    A binding step in the claim's record is kept; if it disappeared from the record, it would never be undone.
+    """Yield no step for a card that an administrator bound. Keep a step of the record, which would never be
+    undone otherwise.
     """
     if not isinstance(offered, VfioDevice):
         return
@@ -452,10 +420,7 @@ def _find(
 
 
 def _is_passed_through(name: str, inventory: Inventory) -> bool:
-    """Whether the plugin passed the device's GPU through to a virtual machine.
-
-    A GPU that is being returned and that NVML does not list yet may have no name.
-    """
+    """Return True also for a GPU that is being returned and has no name, because NVML does not list it yet."""
     gpu = gpu_of_device(name)
     shown = {one.uuid for one in inventory.every_gpu}
     return any(
@@ -469,9 +434,7 @@ def _holds(known: ClaimRecord, uuid: str) -> bool:
 
 
 def _as_held(device: OfferedDevice, known: ClaimRecord | None) -> OfferedDevice:
-    """Return the device. A MIG device that was created on demand for the claim stays one, even if the node now
-    offers it as a static device.
-    """
+    """Keep the device as it was created on demand, even if the node now has it as a static one."""
     is_ours = known is not None and any(
         held.device == device.name and held.placement is not None for held in known.devices
     )
@@ -481,10 +444,7 @@ def _as_held(device: OfferedDevice, known: ClaimRecord | None) -> OfferedDevice:
 
 
 def _refuse_repeats(found: Sequence[tuple[DeviceResult, OfferedDevice]]) -> None:
-    """Raise ClaimRefusedError if a claim has one device twice, or the same part of a GPU under two names.
-
-    A device may occur twice with adminAccess or as different shares.
-    """
+    """Allow a device twice with adminAccess or as different shares."""
     used: list[tuple[DeviceResult, OfferedDevice]] = []
     for result, offered in found:
         if result.admin_access:
@@ -504,7 +464,6 @@ def _refuse_repeats(found: Sequence[tuple[DeviceResult, OfferedDevice]]) -> None
 
 
 def _overlap(one: OfferedDevice, other: OfferedDevice) -> bool:
-    """Whether two devices cannot be used at the same time."""
     if one.gpu.uuid != other.gpu.uuid:
         return False
     if isinstance(one, DynamicMigDevice) and isinstance(other, DynamicMigDevice):
@@ -513,10 +472,7 @@ def _overlap(one: OfferedDevice, other: OfferedDevice) -> bool:
 
 
 def lost_claim(uid: str, devices: Iterable[SpecDevice], inventory: Inventory) -> ClaimRecord | None:
-    """Return a record for a claim whose own record was lost, with the devices that its CDI spec names.
-
-    Returns None if the node no longer has any of these devices.
-    """
+    """Return a record for a claim whose own was lost; None if the node has none of its devices."""
     devices = sorted(devices, key=lambda one: one.device)
     held = tuple(
         replace(
@@ -538,11 +494,8 @@ def lost_claim(uid: str, devices: Iterable[SpecDevice], inventory: Inventory) ->
 def answer(
     claim: AllocatedClaim, driver: str, steps: Iterable[Step], devices: Iterable[HeldDevice]
 ) -> Prepared:
-    """Return the answer to the kubelet for a prepared claim. It is the same for the first and every later
-    Prepare.
-
-    `steps` and `devices` come from the claim's plan or record. The first device of each request also mounts the
-    request's metadata file.
+    """Return the answer, the same for every Prepare of a claim. The first device of each request also mounts
+    the request's metadata file.
     """
     uid = claim.ref.uid
     prepared = {(held.device, held.share_id) for held in devices}

@@ -1,1 +1,1 @@
-"""The checks of `doctor`. Each function checks one thing and returns what it found."""
+"""The checks of `doctor`."""

@@ -1,4 +1,4 @@
-"""Checks with dry runs that the admission policies refuse requests that a node must not make."""
+"""Tests with dry runs that admission policies refuse requests that a node must not make."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FORBIDDEN = 403
 MARK_RESOURCE = "drivers"
 MARK_VERB = "confine"
 EXEMPT_VERB = "exempt"
-"""Permissions for `drivers`, in the API group named like the driver. The policies apply to accounts that have
-`confine` but not `exempt`.
+"""The policies apply to accounts that have `confine` but not `exempt` for `drivers`, in the API group named like the
+driver.
 """
 
 _BY_POLICY = re.compile(
@@ -35,13 +35,11 @@ _OURS = (
     "may not change the allocation of a claim or who uses it",
 )
 _OWN_CHECK = re.compile(r'requires resource="?resourceclaims/')
-"""Part of the error with which Kubernetes 1.36 and newer reject a claim status, before any policy runs."""
+"""Kubernetes 1.36 and newer reject a claim status with this error, before any policy runs."""
 
 
 def refusal_finding(error: ApiRejectedError, what: str) -> Finding:
-    """Return the finding for a refused attempt to do `what`: OK if a policy of gpu-dra-driver or Kubernetes itself
-    refused it, but FAIL if the account's token names no node.
-    """
+    """Return OK if a policy of gpu-dra-driver or Kubernetes itself refused to do `what`."""
     text = str(error)
     policy, webhook = _BY_POLICY.search(text), _BY_WEBHOOK.search(text)
     is_ours = policy is not None and any(part in policy["text"] for part in _OURS)
@@ -79,17 +77,13 @@ _CONSUMER = {"resource": "pods", "name": "gpu-dra-driver-probe", "uid": "gpu-dra
 
 @dataclass(frozen=True, slots=True)
 class AdmissionProof:
-    """Checks the policies with the token of gpu-dra-driver, because they do not apply to other accounts.
-
-    `claims` returns the claims that have a record on this node. The checks raise ApiClient's errors.
-    """
+    """Checks the policies with the token of gpu-dra-driver, because they do not apply to other accounts."""
 
     client: ApiClient
     driver: str
     claims: Callable[[], Sequence[ClaimRef]]
 
     def slices(self) -> Finding:
-        """Check that gpu-dra-driver cannot create a slice for another node."""
         if self._may(EXEMPT_VERB):
             return self._exempt()
         pool = {"name": _FOREIGN, "generation": 1, "resourceSliceCount": 1}
@@ -106,7 +100,6 @@ class AdmissionProof:
         return self._accepted("publish slices for another node")
 
     def claim_status(self) -> Finding:
-        """Check that gpu-dra-driver cannot change who may use a claim's devices."""
         if self._may(EXEMPT_VERB):
             return self._exempt()
         claim = self._allocated_claim()
@@ -129,7 +122,6 @@ class AdmissionProof:
         return self._accepted("change which pods use a claim")
 
     def _accepted(self, what: str) -> Finding:
-        """Return the finding for a request that the server should have refused."""
         why = "the policy is missing or not bound, or its binding does not deny requests"
         if not self._may(MARK_VERB):
             why = f"this account lacks the permission {MARK_VERB} {MARK_RESOURCE}.{self.driver}, so no policy applies"
@@ -148,7 +140,6 @@ class AdmissionProof:
         return is_allowed(self.client, Permission(verb, MARK_RESOURCE, self.driver))
 
     def _allocated_claim(self) -> JsonObject | None:
-        """Return an allocated claim of this node that has a device of gpu-dra-driver; None if there is none."""
         lookup = ClaimClient(self.client)
         for ref in self.claims():
             claim = lookup.find(ref)

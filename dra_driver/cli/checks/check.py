@@ -1,4 +1,4 @@
-"""The checks of `doctor`. They run in parallel, each with a time limit, so that they do not affect each other."""
+"""Checks run in parallel, each with a time limit."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ Look = Callable[[], Finding | Sequence[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A named check. `look` returns one or several findings, and may raise any error.
-
-    `slow` is the probable cause if the check does not end in time, and the remedy.
-    """
+    """`look` may raise any error. `slow` is the probable cause if the check does not end in time, and the remedy."""
 
     name: str
     look: Look
@@ -39,14 +36,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One line of the report."""
-
     check: str
     finding: Finding
 
 
 class Shared(Generic[T]):
-    """A value that several checks need. It is read once; each check gets the value or the error."""
+    """A value that is read once; each check gets it or the error."""
 
     def __init__(self, read: Callable[[], T]) -> None:
         self._read = read
@@ -54,7 +49,6 @@ class Shared(Generic[T]):
         self._answer: Future[T] = Future()
 
     def get(self) -> T:
-        """Return the value. Raises: the error raised while reading it."""
         with self._lock:
             if not self._answer.done():
                 try:
@@ -64,7 +58,7 @@ class Shared(Generic[T]):
         return self._answer.result()
 
     def or_none(self) -> T | None:
-        """Return the value; None after a DraDriverError. Raises: any other error."""
+        """Return None after a DraDriverError."""
         try:
             return self.get()
         except DraDriverError:
@@ -72,10 +66,6 @@ class Shared(Generic[T]):
 
 
 def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcome]:
-    """Return all outcomes in the order of the checks, after at most `bound_s` seconds.
-
-    If a check raises an error or takes too long, the others are not affected.
-    """
     answers = run_in_parallel([partial(_looked, check) for check in checks], len(checks), bound_s)
 
     def findings(check: Check, answer: Future[Finding | Sequence[Finding]]) -> Sequence[Finding]:
@@ -94,7 +84,7 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
 
 
 def folded(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Merge checks that did not run for the same reason into one line, in the place of the first."""
+    """Merge checks that did not run for the same reason."""
     names: dict[Finding, list[str]] = {}
     for outcome in outcomes:
         if outcome.finding.status in ("SKIP", "WARN"):
@@ -128,16 +118,15 @@ def _looked(check: Check) -> Finding | Sequence[Finding]:
 
 
 def of_text(text: str, *, fails: bool) -> Finding:
-    """Return a finding from a text such as `problem; remedy`."""
     seen, _, remedy = text.rpartition("; ")
     seen, remedy = (seen, remedy) if seen else (text, logs())
     return fail(seen, remedy) if fails else warn(seen, remedy)
 
 
 def not_written(directory: Path) -> Finding | None:
-    """Return a finding if no file can be written to a directory and synced; None otherwise.
+    """Return a finding if no file can be written to a directory and synced.
 
-    The test file is removed again. Its name begins with a dot, so neither the kubelet nor a runtime reads it.
+    The test file's name begins with a dot, so neither the kubelet nor a runtime reads it.
     """
     try:
         with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=directory) as file:

@@ -1,4 +1,4 @@
-"""Checks the cluster: API, permissions, node, admission, classes, slices, feature gates."""
+"""Checks the cluster."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 
 _OLDEST = {"kubelet": (1, 34), "containerd": (1, 7), "cri-o": (1, 28)}
-"""The oldest versions with resource.k8s.io/v1, and with CDI devices from the kubelet, as in docs/versions.md."""
+"""The first versions with resource.k8s.io/v1, and with CDI devices from the kubelet, as in docs/versions.md."""
 _VERSION = re.compile(r"v?(\d+)\.(\d+)")
 
 
 def required_permissions(driver: str, *, mig_layouts: bool = False) -> tuple[Permission, ...]:
-    """Return the permissions of the ClusterRole; `mig_layouts` adds the ones for watching the node's labels."""
     slices = ("list", "watch", "create", "update", "delete")
     return (
         Permission("get", "resourceclaims", GROUP),
@@ -47,8 +46,8 @@ def required_permissions(driver: str, *, mig_layouts: bool = False) -> tuple[Per
 
 @dataclass(frozen=True, slots=True)
 class ClusterChecks:
-    """Checks one API server. `client.get()` raises the error that creating the client raised. `configured` is False
-    outside a pod without a kubeconfig.
+    """`client.get()` raises what creating the client raised. `configured` is False outside a pod without a
+    kubeconfig.
     """
 
     client: Shared[ApiClient]
@@ -59,16 +58,13 @@ class ClusterChecks:
 
     @property
     def driver(self) -> str:
-        """The driver's name."""
         return self.settings.driver_name
 
     @property
     def node(self) -> str:
-        """The name of this node."""
         return self.settings.node_name
 
     def api_server(self) -> Finding:
-        """Check that the API server answers and serves resource.k8s.io."""
         if not self.configured:
             return warn(
                 "not checked: doctor does not run in a pod, and has no kubeconfig", "use --kubeconfig"
@@ -92,7 +88,6 @@ class ClusterChecks:
         return ok(f"Kubernetes {release} at {client.endpoint.server} serves {GROUP_VERSION}")
 
     def permissions(self) -> Finding:
-        """Check the permissions of gpu-dra-driver."""
         needed = required_permissions(self.driver, mig_layouts=self.settings.mig_layouts.is_on)
         client = self.client.get()
         denied = [wanted for wanted in needed if not is_allowed(client, wanted)]
@@ -155,7 +150,6 @@ class ClusterChecks:
         return AdmissionProof(self.client.get(), self.driver, self.claims)
 
     def device_classes(self) -> Finding:
-        """Check that the DeviceClasses exist."""
         listed = self._list("deviceclasses")
         names = [str(item["metadata"]["name"]) for item in listed.get("items") or ()]
         ours = [name for name in names if name.endswith("nvidia.com")]
@@ -170,7 +164,6 @@ class ClusterChecks:
         return ok(named(ours))
 
     def slices(self) -> Finding:
-        """Check the published slices of this node."""
         query = {"fieldSelector": f"spec.driver={self.driver},spec.nodeName={self.node}"}
         items = self._list("resourceslices", query=query).get("items") or []
         foreign = sorted({item["spec"]["pool"]["name"] for item in items} - {self.node})
@@ -195,7 +188,7 @@ class ClusterChecks:
         return ok(f"{counted(count, 'device')}{note} in {counted(len(items), 'slice')}")
 
     def feature_gates(self) -> Finding:
-        """Check with dry runs that the API server stores all fields that gpu-dra-driver publishes."""
+        """Check that the API server stores all fields that gpu-dra-driver publishes."""
         client = self.client.get()
         owner = Owner(self.driver, self.node, node_uid(client, self.node))
         support = ask_support(client, owner, Support(), partitions=True)
@@ -220,7 +213,6 @@ class ClusterChecks:
         return ok("the API server supports partitions, shares and taints")
 
     def all(self) -> list[Check]:
-        """Return all checks."""
         looks = {
             "permissions": self.permissions,
             "node": self.node_object,
@@ -237,10 +229,7 @@ class ClusterChecks:
         ]
 
     def _skipping(self, ask: Callable[[], Finding]) -> Callable[[], Finding]:
-        """Wrap `ask` so that it returns SKIP if the API server is unavailable, or refuses these credentials.
-
-        The checks `API server` and `permissions` report those problems once.
-        """
+        """Skip if the API server is unavailable, or refuses these credentials: other checks report that once."""
 
         def looked() -> Finding:
             try:
@@ -267,7 +256,6 @@ class ClusterChecks:
 
 
 def _too_old(info: Mapping[str, object]) -> Finding | None:
-    """Return the finding for a kubelet or container runtime that cannot give containers the devices of claims."""
     runtime, _, version = str(info.get("containerRuntimeVersion")).partition("://")
     found = {"kubelet": str(info.get("kubeletVersion")), runtime: version}
     numbers = {name: _VERSION.match(text) for name, text in found.items() if name in _OLDEST}
@@ -285,6 +273,5 @@ def _too_old(info: Mapping[str, object]) -> Finding | None:
 
 
 def _is_renamed(name: str, other: str) -> bool:
-    """Whether `other` is the name with a prefix or suffix."""
     before, found, behind = other.partition(name)
     return bool(found and (before or behind)) and not before.endswith(".")

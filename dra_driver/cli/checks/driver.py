@@ -1,4 +1,4 @@
-"""Checks the NVIDIA driver on the host: kernel module, files, NVML, device nodes, hook, MIG."""
+"""Checks the NVIDIA driver and the GPUs on the host."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ from dra_driver.reporting.rules.claim_usage import unclaimed_text
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
 _WITHOUT_PCI = {"microsoft": "Windows Subsystem for Linux (WSL2)", "tegra": "an NVIDIA Jetson"}
-"""Machines whose GPU is not a PCI device, by a word in the kernel release (`uname -r`)."""
+"""Machines whose GPU is not a PCI device, by a word in `uname -r`."""
 _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
 
 
 class _NotKnownError(Exception):
-    """A check needs NVML, which does not answer; the check `NVML` reports why."""
+    """The check `NVML` reports why."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverChecks:
-    """Checks one host. `inventory` raises NVML's errors, and has MIG profiles; `node_view` returns `top`'s data.
-    `gpu_users` returns programs that have a GPU open, except those of gpu-dra-driver and claims; None if unknown.
+    """`inventory` raises NVML's errors. `gpu_users` returns programs that have a GPU open, except those of
+    gpu-dra-driver and claims; None if unknown.
     """
 
     paths: HostPaths
@@ -71,7 +71,7 @@ class DriverChecks:
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
 
     def gpus_on_the_bus(self) -> Finding:
-        """Check that there are GPUs, and that they are bound to the NVIDIA driver."""
+        """Check that there are GPUs, and their drivers."""
         functions = self._sysfs.gpus()
         for sign, name in _WITHOUT_PCI.items() if not functions else ():
             if sign in self._kernel_release():
@@ -99,7 +99,8 @@ class DriverChecks:
         if unbound:
             return fail(
                 f"not bound to a driver: {named(unbound)}",
-                "run `modprobe nvidia` on the node; if that fails, `dmesg | grep -i nvrm` shows why",
+                f"run `modprobe nvidia && echo {unbound[0]} > /sys/bus/pci/drivers_probe` on the node; if that fails, "
+                "`dmesg | grep -i nvrm` shows why",
             )
         if passed and self.settings.passthrough:
             return ok(f"{len(functions)} on the PCI bus, {len(passed)} bound to vfio for virtual machines")
@@ -111,7 +112,6 @@ class DriverChecks:
         return ok(f"{len(functions)} on the PCI bus, bound to nvidia")
 
     def kernel_driver(self) -> Finding:
-        """Check that the kernel module is loaded."""
         version = self._loaded_version()
         if version is None:
             path = f"{self.paths.proc}/driver/nvidia/version"
@@ -122,7 +122,7 @@ class DriverChecks:
         return ok(f"{version} loaded", version)
 
     def driver_root(self) -> Finding:
-        """Check that the driver root has the NVIDIA driver's files, and that they match the loaded version."""
+        """Check that the driver root has the files of the loaded NVIDIA driver."""
         root = self.paths.driver_root
         where = "set --nvidia-driver-root (and --container-driver-root) to the root directory of the NVIDIA driver"
         if not Path(root).is_dir():
@@ -208,7 +208,6 @@ class DriverChecks:
         return ok(f"{answer}, NVIDIA driver {version or 'unknown'}{shown}")
 
     def health(self) -> list[Finding]:
-        """Check the health of every GPU and MIG device."""
         inventory = self.inventory.or_none()
         policy = TaintPolicy(dict(self.settings.taint_effects))
         found = health_findings(self.node_view(), has_nvml=inventory is not None, policy=policy)
@@ -253,8 +252,8 @@ class DriverChecks:
         return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and the device nodes of {counted(len(minors), 'GPU')}")
 
     def dev_char_links(self) -> Finding:
-        """Check that systemd finds the NVIDIA driver's device nodes; otherwise `systemctl daemon-reload` can take
-        GPUs from containers.
+        """Check that systemd finds the device nodes; otherwise `systemctl daemon-reload` can take GPUs from
+        containers.
         """
         if DevRoot(self.paths, self.nodes).node("/dev/nvidiactl") is None:
             return skip("/dev/nvidiactl is missing")
@@ -270,7 +269,6 @@ class DriverChecks:
         return ok("systemd finds the NVIDIA driver's device nodes")
 
     def mig_mode(self) -> Finding:
-        """Check for GPUs in MIG mode without MIG devices. The plugin does not publish them."""
         inventory = self._known()
         on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
         empty = {gpu.uuid: gpu.pci_bus_id or gpu.uuid for gpu in on if not gpu.mig_devices}
@@ -318,7 +316,7 @@ class DriverChecks:
         return ok("no other program keeps a GPU open")
 
     def imex(self) -> Finding:
-        """Check that claims for GPUs in an NVLink fabric get their IMEX channel."""
+        """Check that claims get their IMEX channel."""
         wanted = self.settings.extra_devices.imex
         if wanted is None:
             return skip("claims get no IMEX channels")
@@ -375,7 +373,6 @@ class DriverChecks:
         return ok(f"nvidia-imex is ready; claims get {_channels(wanted, count)}")
 
     def host_devices(self) -> Finding:
-        """Check that the host has the extra devices that every claim should get."""
         kinds = self.settings.extra_devices.host_devices
         finder = HostDeviceFinder(self.paths, nodes=self.nodes)
         missing = [kind for kind in kinds if not finder.find(kind).nodes]
@@ -388,7 +385,6 @@ class DriverChecks:
         return ok(f"the host has device nodes for {named(kinds)}")
 
     def cdi_hook(self) -> Finding:
-        """Check nvidia-cdi-hook, which creates the links to libraries in containers."""
         try:
             hook = HookFinder(self.paths, self.settings.nvidia_cdi_hook_path).find()
         except RetryableError as error:
@@ -406,7 +402,6 @@ class DriverChecks:
         return ok(f"{hook.host_path} ({', '.join(hook.verbs)})")
 
     def gpu_processes(self) -> list[Finding]:
-        """Check for processes that use GPU memory without a claim."""
         self._known()
         found = [one for one in self.node_view().processes if one.is_unclaimed]
         texts = (unclaimed_text(one.gpu, GpuProcess(one.pid, one.name, one.memory_bytes)) for one in found)
@@ -414,7 +409,6 @@ class DriverChecks:
         return findings or [ok("no unknown processes on the GPUs")]
 
     def persistence(self) -> Finding:
-        """Check that the NVIDIA driver keeps its state while no program uses a GPU."""
         roots = dict.fromkeys(filter(None, (self.paths.driver_root, self.paths.host_root)))
         for root in roots:
             tree = RootedTree(root)
@@ -430,14 +424,12 @@ class DriverChecks:
         )
 
     def _loss_at_the_end(self) -> str:
-        """Return what a GPU without persistence mode loses when its last program exits."""
         inventory = self.inventory.or_none()
         if inventory is None or inventory.confidential_compute in (None, "off"):
             return "lose their settings, such as power limits"
         return "with confidential computing stop working when the last program exits, until you reset them"
 
     def gpu_memory(self) -> Finding:
-        """Check whether GPU memory is also host memory."""
         gpus = self._known().gpus
         nodes = [str(gpu.memory_numa_node) for gpu in gpus if gpu.memory_numa_node is not None]
         if not nodes:
@@ -498,14 +490,12 @@ class DriverChecks:
         return [item.bus_id for item in functions if is_vfio(item.driver)]
 
     def _known(self) -> Inventory:
-        """Return the inventory. Raises: _NotKnownError without NVML."""
         inventory = self.inventory.or_none()
         if inventory is None:
             raise _NotKnownError
         return inventory
 
     def _silent_gpus(self, inventory: Inventory) -> list[str]:
-        """Return the PCI bus IDs of GPUs that are bound to the NVIDIA driver but missing from NVML."""
         bound = self._sysfs.gpus_of_the_nvidia_driver()
         return sorted(bound.keys() - {gpu.pci_bus_id for gpu in inventory.gpus})
 

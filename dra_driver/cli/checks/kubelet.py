@@ -1,4 +1,4 @@
-"""Checks what the plugin reports, the kubelet's directories on this node, and the plugin's records."""
+"""Checks what the plugin reports, its files, and the kubelet's directories."""
 
 from __future__ import annotations
 
@@ -30,18 +30,13 @@ _UNREAD = "not known, because some of the plugin's files cannot be read: see `re
 
 @dataclass(frozen=True, slots=True)
 class KubeletChecks:
-    """Checks the kubelet's side of a node.
-
-    `node_state` reads the plugin's files. `reported` queries the plugin for its problems; None if no plugin can be
-    running.
-    """
+    """`reported` is None if no plugin can be running."""
 
     settings: Settings
     node_state: Callable[[], NodeState]
     reported: Callable[[], Reported] | None = None
 
     def plugin(self) -> list[Finding]:
-        """Check the problems that the plugin reports, and the claims that fail."""
         if self.reported is None:
             return [skip("no plugin runs on a machine that is simulated only for this command")]
         problems, failing = self.reported()
@@ -64,7 +59,6 @@ class KubeletChecks:
         return [ok("the plugin is running and reports no problems")]
 
     def directories(self) -> Finding:
-        """Check that the kubelet's directories are writable."""
         # A pod without privileges has only its own plugin directory mounted.
         state = self.settings.plugin_directory
         registry = Path(self.settings.kubelet_registrar_directory_path)
@@ -84,7 +78,6 @@ class KubeletChecks:
         return ok(f"gpu-dra-driver can write to {registry} and {plugins}")
 
     def records(self) -> Finding:
-        """Check that the records are readable."""
         state = self.node_state()
         if state.faults:
             more = f" (and {len(state.faults) - 1} more)" if len(state.faults) > 1 else ""
@@ -110,7 +103,6 @@ class KubeletChecks:
         return ok(counted(len(state.records), "prepared claim"))
 
     def cleanup(self) -> Finding:
-        """Check for pending cleanup."""
         state = self.node_state()
         found = state.cleanups
         if found:
@@ -123,7 +115,6 @@ class KubeletChecks:
         return skip(_UNREAD) if state.faults else ok("no pending cleanup found")
 
     def mig_layout(self) -> Finding:
-        """Check that the node's MIG layout is applied to its GPUs."""
         node = self.node_state()
         found = node.layouts
         if not found:
@@ -139,7 +130,6 @@ class KubeletChecks:
         return ok(f"layout {found[0].layout} is applied to {counted(len(found) - others, 'GPU')}{without}")
 
     def mps_host(self) -> Finding:
-        """Check that the MPS host runs and has applied its desired state. MPS claims wait for it."""
         layout = mps_layout(self.settings.plugin_directory)
         if not layout.lock.exists():
             return ok(
@@ -164,7 +154,6 @@ class KubeletChecks:
         return ok(f"the MPS host runs; it has {counted(len(daemons), 'daemon')}")
 
     def all(self) -> list[Check]:
-        """Return all checks."""
         return [
             Check("plugin", self.plugin),
             Check("kubelet directories", self.directories),

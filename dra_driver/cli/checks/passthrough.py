@@ -1,4 +1,4 @@
-"""Checks whether GPUs can be given to virtual machines, and returned."""
+"""Checks whether virtual machines can get GPUs, and return them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from dra_driver.model.units import counted, named
 
 @dataclass(frozen=True, slots=True)
 class PassthroughChecks:
-    """Checks one host. `cards` returns the selected cards and those that gpu-dra-driver has bound. Without
-    passthrough, none is selected.
-    """
+    """`cards` returns the selected cards, and those that gpu-dra-driver has bound."""
 
     host: VfioCards
     cards: Callable[[], Sequence[Card]]
@@ -27,9 +25,7 @@ class PassthroughChecks:
     is_on: bool
 
     def passthrough(self) -> list[Finding]:
-        """Return a finding for each card that virtual machines cannot use, one for cards left in vfio without a
-        claim, and a summary.
-        """
+        """Return a finding for each card that virtual machines cannot use, for cards left in vfio, and a summary."""
         cards = self.cards()
         if not cards:
             return [
@@ -60,7 +56,6 @@ class PassthroughChecks:
         return [*found, ok(summary)] if fit else found
 
     def all(self) -> list[Check]:
-        """Return the checks; empty if passthrough is off and gpu-dra-driver has not bound a card to vfio."""
         is_needed = self.is_on or bool(self._steps())
         return [Check("passthrough", self.passthrough)] if is_needed else []
 

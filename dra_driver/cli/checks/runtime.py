@@ -37,7 +37,7 @@ _SOCKETS = (
     ("crio", "/run/crio/crio.sock"),
     ("docker", "/run/cri-dockerd.sock"),
 )
-"""In the same order as the configuration files. RKE2 uses the socket of k3s."""
+"""In the order of the configuration files. RKE2 uses the socket of k3s."""
 _ANSWER_WITHIN_S = 2.0
 DOCKER = (
     "the runtime is Docker (cri-dockerd), which cannot give containers the devices of claims",
@@ -49,11 +49,7 @@ Toml = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
-    """CDI settings of a runtime, from its CRI status or its configuration file.
-
-    `enabled` is None if the setting is missing; `file` is a path on the host; `version` is the version of
-    containerd's file format.
-    """
+    """`enabled` is None if the setting is missing; `version` is that of containerd's file format."""
 
     runtime: str
     file: str
@@ -64,15 +60,12 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeChecks:
-    """`host` is the path at which this process sees the host's `/`, None if it cannot. `cdi_root` is the directory of
-    the CDI specs.
-    """
+    """`host` is where this process sees the host's `/`, None if it cannot."""
 
     cdi_root: str
     host: str | None
 
     def runtime(self) -> Finding:
-        """Check that the runtime reads CDI specs from `cdi_root`."""
         if self.host is None:
             return skip(
                 "the runtime's configuration is not visible from here; mount the host's / and set --host-root"
@@ -96,7 +89,6 @@ class RuntimeChecks:
         return judge_runtimes(known or list(found.values()), self.cdi_root)
 
     def directory(self) -> Finding:
-        """Check that CDI specs can be written."""
         path = Path(self.cdi_root)
         if not path.exists():
             parent = next(parent for parent in path.parents if parent.exists())
@@ -109,7 +101,6 @@ class RuntimeChecks:
         return not_written(path) or ok(f"gpu-dra-driver can write to {path}")
 
     def all(self) -> list[Check]:
-        """Return the checks."""
         return [
             Check("runtime", self.runtime),
             Check("CDI directory", self.directory),
@@ -117,11 +108,6 @@ class RuntimeChecks:
 
 
 def host_directory(paths: HostPaths, *, simulated: bool, in_pod: bool) -> str | None:
-    """Return the path at which this process sees the host's `/`; None if it cannot.
-
-    The path is the mount of the host's root, the driver root if the NVIDIA driver is installed in `/`, or `/` outside
-    a pod.
-    """
     if simulated or paths.host_root is not None:
         return paths.host_root or paths.driver_root
     if paths.host_driver_root == "/":
@@ -130,10 +116,9 @@ def host_directory(paths: HostPaths, *, simulated: bool, in_pod: bool) -> str | 
 
 
 def answering(tree: RootedTree) -> Mapping[str, JsonObject | None]:
-    """Return the configurations that runtimes report through their CRI sockets, by name.
+    """Return the configurations that runtimes report through their CRI sockets, by name; None if late.
 
-    A configuration is empty if the runtime reports none, and None if it did not answer in time. Runtimes that are not
-    running or do not serve CRI, such as Docker's containerd, are left out.
+    Runtimes that do not run or serve CRI, such as Docker's containerd, are left out.
     """
     import grpc
 
@@ -175,7 +160,7 @@ def _with_answer(config: RuntimeConfig | None, name: str, answer: JsonObject) ->
 
 
 def read_configs(tree: RootedTree) -> Iterator[RuntimeConfig]:
-    """Yield the CDI settings in the files of containerd and CRI-O on the host. Raises: tomllib.TOMLDecodeError."""
+    """Yield the settings of containerd and CRI-O. Raises: tomllib.TOMLDecodeError."""
     for path in _CONTAINERD:
         document = _toml(tree, path)
         if document is not None:
@@ -217,10 +202,6 @@ def _toml(tree: RootedTree, path: str) -> JsonObject | None:
 
 
 def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, Toml]]) -> RuntimeConfig:
-    """Return the settings of the main file and its imports. Imports override the main file, as in containerd.
-
-    The default of a missing setting depends on containerd's version.
-    """
     version = document.get("version")
     config = RuntimeConfig("containerd", path, version=version if isinstance(version, int) else 1)
     for file, part in [(path, document), *imported]:
@@ -236,9 +217,6 @@ def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, T
 
 
 def crio_config(documents: Mapping[str, Toml]) -> RuntimeConfig | None:
-    """Merge CRI-O's main file and its drop-ins, which are in CRI-O's order: later files override earlier ones.
-    Returns None without files.
-    """
     if not documents:
         return None
     merged: dict[str, Any] = {}
@@ -250,7 +228,6 @@ def crio_config(documents: Mapping[str, Toml]) -> RuntimeConfig | None:
 
 
 def judge_runtimes(found: Sequence[RuntimeConfig], cdi_root: str) -> Finding:
-    """Return the worst finding for the runtimes, if gpu-dra-driver writes its specs to `cdi_root`."""
     others = [config for config in found if config.runtime != "docker"]
     if found and not others:
         return fail(*DOCKER)
@@ -271,9 +248,7 @@ _OWN_FILES = (
     ("/microk8s/", "/var/snap/microk8s/current/args/containerd-template.toml", "snap restart microk8s"),
     ("/etc/k0s/", "/etc/k0s/containerd.d/cdi.toml", "k0s stop && k0s start"),
 )  # fmt: skip
-"""For files that a distribution generates: part of the path, the file to edit instead, and the command that restarts
-the runtime.
-"""
+"""Part of a generated file's path, the file to edit instead, and the restart command."""
 
 
 def _edited(config: RuntimeConfig) -> tuple[str, str]:
@@ -316,6 +291,5 @@ def _paths(value: Any) -> tuple[str, ...] | None:
 
 
 def canonical(path: str) -> str:
-    """Return the path with `/var/run` written as `/run`, which is the same directory."""
     clean = posixpath.normpath(path)
     return clean.removeprefix("/var") if clean.startswith("/var/run/") else clean

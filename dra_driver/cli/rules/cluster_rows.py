@@ -1,7 +1,7 @@
-"""The GPUs of a cluster and the claims that hold them: a row for each device that a claim has or could have.
+"""A row for each device of a cluster that a claim has or could have.
 
-The functions `seen_…` read v1 objects of the API. For an invalid object they raise KeyError, TypeError,
-ValueError, AttributeError, StopIteration or InvalidConfigError; the caller skips it and reports its name.
+For an invalid object the functions `seen_…` raise KeyError, TypeError, ValueError, AttributeError, StopIteration or
+InvalidConfigError; the caller reports it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _BUS_ID = "resource.kubernetes.io/pciBusID"
 _KEEP_AWAY = (":NoSchedule", ":NoExecute")
 _ANY_NODE = "(several nodes)"
 _VERSIONS = {"NVIDIA driver": "driverVersion", "CUDA": "cudaDriverVersion"}
-"""The attribute of each version."""
 PLUGIN = "image of gpu-dra-driver"
 WHOLE = "whole"
 T = TypeVar("T")
@@ -40,10 +39,8 @@ NOT_PUBLISHED = "the device is not in any slice: run `gpu-dra-driver doctor` in 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device in a slice. `card` identifies its GPU: the PCI bus ID, or the device's name if it has none.
-
-    A MIG device on demand has `is_made` False. `consumes` is what the device takes of `counter_set`: amounts by the
-    name of the counter. `versions` are those of the NVIDIA driver and of CUDA.
+    """`card` identifies the GPU: the PCI bus ID, or the device's name. A MIG device on demand has `is_made` False.
+    `consumes` are amounts of `counter_set`.
     """
 
     name: str
@@ -61,9 +58,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A slice of a pool. `total` is how many slices the pool should have; `counters` are amounts by counter set and
-    counter.
-    """
+    """`total` is how many slices the pool should have. `counters` are amounts by counter set and counter."""
 
     pool: str
     generation: int
@@ -75,11 +70,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim: the pods and groups of pods that it is reserved for, and what it consumes of each device.
-
-    `classes` are the DeviceClasses that a claim requests while it has no devices. `serviced` are the devices
-    that it takes out of service.
-    """
+    """`devices` are what the claim consumes of each device. `serviced` are the devices that it takes out of service."""
 
     namespace: str
     name: str
@@ -92,9 +83,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class WaitingPod:
-    """A pod without a node: the claims and extended resources that it needs, and the scheduler's message.
-
-    `has_claim` means that the scheduler has created a claim for its extended resources.
+    """`says` is the scheduler's message. `has_claim`: the scheduler has created a claim for the pod's extended
+    resources.
     """
 
     namespace: str
@@ -109,9 +99,8 @@ class WaitingPod:
 class Row:
     """A device, a waiting claim, or a node without devices. `claim` and `pods` are `NAMESPACE/NAME`.
 
-    `load` is the use of the device by the pods of this row, None if unknown. If pods share the device and their use
-    is known, each pod has its own row. `wasted_bytes` is the memory of the device that is held and idle: the idle
-    fraction of all its memory, or the unused memory if the utilisation is unknown.
+    `wasted_bytes` is memory that is held and idle: the idle fraction of all memory, or the unused memory if the
+    utilisation is unknown.
     """
 
     node: str
@@ -127,7 +116,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """The use of a device, and of the processes of each pod on it, by `NAMESPACE/NAME`."""
+    """`pods` are by `NAMESPACE/NAME`."""
 
     load: GpuLoad | None = None
     pods: Mapping[str, GpuLoad] = field(default_factory=dict)
@@ -135,10 +124,9 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts of the GPUs in slices: free, held by claims in whole or part, and with a taint that keeps new pods away.
-    A tainted GPU may also be in use. `maintenance` counts devices out of service; `missing` counts other claimed
-    devices that are in no slice. `fits` has for each product with MIG devices how many whole GPUs (`whole`), or devices
-    of each profile, still fit, each as if nothing else were allocated.
+    """`tainted` GPUs have a taint that keeps new pods away; they may be in use. `missing` are claimed devices in no
+    slice, except those in `maintenance`. `fits` is how many whole GPUs, or devices of each MIG profile, still fit
+    by product, each as if nothing else were allocated.
     """
 
     gpus: int = 0
@@ -159,7 +147,6 @@ class Totals:
 
 
 def seen_slice(entry: JsonObject) -> Slice:
-    """Read a ResourceSlice."""
     spec, pool = entry["spec"], entry["spec"]["pool"]
     node = spec.get("nodeName") or _ANY_NODE
     devices = tuple(_device(device, spec["driver"], node) for device in spec.get("devices") or ())
@@ -218,10 +205,7 @@ def taint_text(taint: JsonObject) -> str:
 
 
 def seen_claim(entry: JsonObject, driver: str) -> Claim:
-    """Read a ResourceClaim with its devices of the driver.
-
-    Devices with adminAccess are left out, because other claims can still use them, except during maintenance.
-    """
+    """Leave out devices with adminAccess, because other claims can still use them, except during maintenance."""
     metadata, status = entry["metadata"], entry.get("status") or {}
     of_driver = [one for one in allocation_results(entry) if one["driver"] == driver]
     devices = {
@@ -253,7 +237,6 @@ def seen_claim(entry: JsonObject, driver: str) -> Claim:
 
 
 def _is_for_maintenance(devices: JsonObject, driver: str) -> bool:
-    """Whether an allocation has parameters of the kind MaintenanceConfig."""
     found = (one.get("opaque") or {} for one in devices.get("config") or ())
     return any(
         one.get("driver") == driver and one["parameters"].get("kind") == "MaintenanceConfig" for one in found
@@ -261,19 +244,17 @@ def _is_for_maintenance(devices: JsonObject, driver: str) -> bool:
 
 
 def _consumer(entry: JsonObject) -> str:
-    """Return the name of a pod, or for example `podgroups/train` (KEP-5729)."""
+    """Return a pod's name, or for example `podgroups/train` (KEP-5729)."""
     name, resource = str(entry["name"]), entry.get("resource")
     return name if resource == "pods" else f"{resource}/{name}"
 
 
 def seen_class(entry: JsonObject) -> tuple[str, str, str | None]:
-    """Return a DeviceClass's name, its selectors as text, and its extended resource."""
     spec = entry.get("spec") or {}
     return str(entry["metadata"]["name"]), json.dumps(spec.get("selectors")), spec.get("extendedResourceName")
 
 
 def seen_pod(entry: JsonObject) -> WaitingPod:
-    """Read a Pod that has no node yet."""
     metadata, spec, status = entry["metadata"], entry.get("spec") or {}, entry.get("status") or {}
     made = {one["name"]: one.get("resourceClaimName") for one in status.get("resourceClaimStatuses") or ()}
     claims = (
@@ -299,10 +280,8 @@ def cluster_rows(
     pods: Sequence[WaitingPod],
     loads: Mapping[Slot, Used] | None = None,
 ) -> tuple[list[Row], Totals]:
-    """Return the rows and totals.
-
-    With `loads`, devices with held but idle memory come first; otherwise rows with a problem. Then rows are ordered by
-    node and PCI bus ID. Waiting claims and pods come last.
+    """Return the rows and totals. With `loads`, devices with held but idle memory come first; otherwise rows with a
+    problem.
     """
     newest: dict[str, int] = {}
     for one in slices:
@@ -344,7 +323,6 @@ def cluster_rows(
 def _fitting(
     pool: str, members: Sequence[Slice], holders: Mapping[Slot, Sequence[Claim]]
 ) -> Mapping[tuple[str, str], int]:
-    """Return how many whole GPUs and devices of each profile a pool can still give to claims, by product."""
     left = {counter: amount for one in members for counter, amount in one.counters.items()}
     free: dict[tuple[str, str], list[Device]] = {}
     for device in (device for one in members for device in one.devices):
@@ -361,7 +339,7 @@ def _fitting(
 
 
 def _take(device: Device, left: dict[tuple[str, str], Fraction], *, is_held: bool = False) -> bool:
-    """Take what the device consumes, if there is enough of it or a claim has the device; returns whether it did."""
+    """Take what the device consumes, if there is enough or a claim has the device."""
     wanted = {(device.counter_set, name): amount for name, amount in device.consumes}
     is_taken = is_held or all(left.get(counter, 0) >= amount for counter, amount in wanted.items())
     if is_taken:
@@ -370,14 +348,12 @@ def _take(device: Device, left: dict[tuple[str, str], Fraction], *, is_held: boo
 
 
 def room_text(product: str, counts: Mapping[str, int]) -> str:
-    """Return for example `NVIDIA A100-SXM4-40GB: room for 6 whole GPUs, or 42 x 1g.5gb, or 18 x 2g.10gb`."""
     whole = [counted(counts[WHOLE], "whole GPU")] if WHOLE in counts else []
     profiles = [f"{count} x {profile}" for profile, count in counts.items() if profile != WHOLE]
     return f"{product}: room for {', or '.join([*whole, *profiles])}"
 
 
 def versions_of(slices: Iterable[Slice], images: Iterable[tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """Return the version on each node, by what it is the version of. `images` has nodes with the plugin's image."""
     found: dict[str, dict[str, str]] = {}
     for device in (device for one in slices for device in one.devices):
         for what, version in device.versions:
@@ -386,7 +362,6 @@ def versions_of(slices: Iterable[Slice], images: Iterable[tuple[str, str]]) -> d
 
 
 def drift(versions: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Yield a sentence for each version that only a minority of the nodes has, with the names of these nodes."""
     for what, of_nodes in versions.items():
         (usual, count), *others = Counter(of_nodes.values()).most_common() or [("", 0)]
         for version, _ in others:
@@ -395,7 +370,6 @@ def drift(versions: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 
 def plugin_image(pod: Mapping[str, Any], driver: str) -> tuple[str, str] | None:
-    """Return a pod's node and its image of the plugin; None for another program or driver, and without a node."""
     spec = pod.get("spec") or {}
     for container in spec.get("containers") or ():
         values = {entry["name"]: entry.get("value") for entry in container.get("env") or ()}
@@ -437,8 +411,8 @@ def _pool_rows(
 def _shown(devices: Sequence[Device], held: Sequence[Device]) -> Iterator[Device]:
     """Yield the devices of a card that exist now.
 
-    While a claim has a part of the card, the whole card is unavailable. A virtual machine and containers
-    exclude each other.
+    While a claim has a part of the card, the whole card is unavailable. A virtual machine and containers exclude each
+    other.
     """
     has_gpu, has_whole = (
         any(one.kind != kind for one in of) for kind, of in (("vfio", devices), ("mig", held))
@@ -478,7 +452,6 @@ def _wasted_bytes(load: GpuLoad | None) -> int:
 
 
 def use_text(load: GpuLoad | None) -> str | None:
-    """Return a text such as `85% 12.0/80 GiB`, or `85% ?/80 GiB` if the used memory is unknown."""
     if load is None or not load.memory_total_bytes:
         return None
     percent = "" if load.utilisation_percent is None else f"{load.utilisation_percent}% "
@@ -492,10 +465,8 @@ def _waiting(
     classes: Iterable[tuple[str, str, str | None]],
     pods: Sequence[WaitingPod],
 ) -> Iterator[Row]:
-    """Yield rows for waiting claims and pods.
-
-    Claims wait for devices of the driver or of a missing class. Pods wait if they request such devices as extended
-    resources; the scheduler creates their claims when it has found a node.
+    """Claims wait for devices of the driver or of a missing class. The scheduler creates claims for extended
+    resources when it has found a node.
     """
     known = {name for name, _, _ in classes}
     ours = {name for name, selectors, _ in classes if driver in selectors}
@@ -525,7 +496,7 @@ def _waiting(
 
 @dataclass(frozen=True, slots=True)
 class PluginPod:
-    """A pod of the plugin: its node, the path of the API server's proxy to its pages, and its path of metrics."""
+    """`proxy` is the API server's path to the pod's pages."""
 
     node: str
     namespace: str
@@ -535,7 +506,6 @@ class PluginPod:
 
 
 def plugin_pod(pod: Mapping[str, Any], driver: str) -> PluginPod | None:
-    """Return the plugin's pod; None for another program or driver, and for a pod without metrics or node."""
     spec, metadata = pod.get("spec") or {}, pod["metadata"]
     for container in spec.get("containers") or ():
         values = {entry["name"]: entry.get("value") or "" for entry in container.get("env") or ()}
@@ -548,9 +518,7 @@ def plugin_pod(pod: Mapping[str, Any], driver: str) -> PluginPod | None:
 
 
 def loads_of(text: str, driver: str) -> dict[str, Used] | None:
-    """Return the use of each device from one plugin's metrics, by device name; None if the plugin does not
-    measure it.
-    """
+    """Return the use of each device by name; None if the plugin does not measure it."""
     from prometheus_client.parser import text_string_to_metric_families
 
     # Other lines are not parsed: most of a page is histograms, and a cluster has many pages.

@@ -1,7 +1,6 @@
 """The results of `doctor`'s checks.
 
-One rule separates FAIL from WARN: after a FAIL, some pod that asks for a device of this node does not get it. What
-could not be checked is no FAIL, because the pod may get its device.
+After a FAIL, some pod that asks for a device of this node does not get it. What could not be checked is not a FAIL.
 """
 
 from __future__ import annotations
@@ -19,15 +18,13 @@ CODES_THAT_WARN: frozenset[ProblemCode] = frozenset({
     "check-failed", "health-unknown", "memory-unclaimed", "mps-not-exclusive", "mps-users-wait",
     "scheduler-outdated", "slice-fields-dropped",
 })  # fmt: skip
-"""All other problems of a node keep some pod from getting its device, except `newer-files` of the health file."""
+"""All other problems keep some pod from getting its device, except `newer-files` of the health file."""
 _WORST_FIRST = ("FAIL", "WARN", "SKIP", "OK")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check, and the remedy for a problem.
-    `version` is the version of the checked component.
-    """
+    """`version` is that of the checked component."""
 
     status: Status
     seen: str
@@ -36,34 +33,30 @@ class Finding:
 
 
 def ok(seen: str, version: str | None = None) -> Finding:
-    """Return the finding of a check without problems."""
     return Finding("OK", seen, version=version)
 
 
 def warn(seen: str, remedy: str) -> Finding:
-    """Return the finding for something that works with restrictions, may soon fail, or could not be checked."""
+    """Return the finding for what works with restrictions, may soon fail, or could not be checked."""
     return Finding("WARN", seen, remedy)
 
 
 def fail(seen: str, remedy: str) -> Finding:
-    """Return the finding for a fault that keeps some pod from getting a device of this node."""
     return Finding("FAIL", seen, remedy)
 
 
 def skip(seen: str) -> Finding:
-    """Return the finding for something that is not needed here, or that another check covers."""
+    """Return the finding for what is not needed here, or covered by another check."""
     return Finding("SKIP", seen)
 
 
 def keeps_pods_away(problem: NodeProblem) -> bool:
-    """Whether a problem of the node keeps some pod from getting its device."""
     # Without its health file the plugin reads the health from the GPUs.
     is_of_health = problem.code == "newer-files" and problem.subject.endswith(f"/{HEALTH_FILE}")
     return problem.code not in CODES_THAT_WARN and not is_of_health
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
-    """Return the most serious finding; of several, the first."""
     return min(findings, key=lambda finding: _WORST_FIRST.index(finding.status))
 
 
@@ -71,14 +64,11 @@ _VERIFIED = {
     "driver": (("GPUs", "kernel driver", "driver root", "NVML", "device nodes"), "kernel driver"),
     "runtime": (("runtime", "CDI directory"), "node"),
 }
-"""For each subject: the checks that verify it, and the check that reports its version."""
+"""The checks that verify a subject, and the one that reports its version."""
 
 
 def verified(found: Sequence[tuple[str, Finding]]) -> dict[str, dict[str, str | None]]:
-    """Return the results that Kubernetes AI conformance requires, from check names and findings.
-
-    For the NVIDIA driver and the container runtime: the worst status, and the version (None if unknown).
-    """
+    """Return what Kubernetes AI conformance requires, from check names and findings."""
     versions = {check: finding.version for check, finding in found}
     return {
         subject: {

@@ -1,4 +1,4 @@
-"""The findings of `doctor` about the health of a node's GPUs and MIG devices."""
+"""The findings of `doctor` about health."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _WORST_FIRST = ("lost", "unhealthy", "degraded", "information")
 def health_findings(
     found: NodeView, *, has_nvml: bool, policy: TaintPolicy = DEFAULT_POLICY
 ) -> list[Finding]:
-    """Return a finding for all unhealthy devices with the same reasons, worst first, or one if all are healthy.
+    """Return a finding for all unhealthy devices with the same reasons, worst first.
 
-    `has_nvml` is whether NVML answered. `policy` decides which reasons keep claims away. A reason that may be over,
-    because the plugin is not running, is only a warning.
+    A reason that may be over, because the plugin is not running, is only a warning.
     """
     places = {gpu.name: gpu for gpu in found.gpus}
     ill: dict[tuple[str, float | None], list[SeenReason]] = {}
@@ -40,7 +39,6 @@ def health_findings(
 
 
 def _pods_on(gpu: SeenGpu, found: NodeView) -> str:
-    """Return the commands that delete the pods of claims on a GPU and its MIG devices; empty without claims."""
     pods: dict[str, dict[str, None]] = {}
     ends: dict[str, None] = {}
     for held in found.holdings:
@@ -62,7 +60,6 @@ def _gpu_of(reasons: Sequence[SeenReason]) -> str:
 def _finding(
     gpu: SeenGpu, alike: Sequence[Sequence[SeenReason]], found: NodeView, policy: TaintPolicy
 ) -> Finding:
-    """Return the finding for devices with the same reasons. `gpu` is the GPU of the first device."""
     reasons = alike[0]
     worst = _worst(reasons)
     texts = "; ".join(f"{reason.text.partition('; ')[0]}{_age(reason.since_s)}" for reason in reasons)
@@ -88,7 +85,6 @@ def _worst(reasons: Iterable[SeenReason]) -> str:
 
 
 def _name(gpu: SeenGpu, reason: SeenReason) -> str:
-    """Return a name such as `gpu-6b45fc99 (0000:1b:00.0)`; for an instance, the names of its MIG devices."""
     instance = reason.subject.partition(" ")[2]
     names = named(reason.devices) or reason.subject
     place = "" if gpu.pci_bus_id in (None, gpu.name) else f" ({gpu.pci_bus_id})"

@@ -1,4 +1,4 @@
-"""A GPU's memory slices: its GPU instances, the claims that hold them, and the remaining room."""
+"""A GPU's memory slices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dra_driver.model.steps import CreateMig
 
 @dataclass(frozen=True, slots=True)
 class SeenInstance:
-    """A GPU instance. Its ID is None if it does not exist but a claim holds it. `holder` describes the holder."""
+    """`gpu_instance_id` is None if the instance does not exist but a claim holds it."""
 
     profile: str
     place: Placement
@@ -35,13 +35,11 @@ class SeenInstance:
 
     @property
     def slices(self) -> str:
-        """The memory slices as text: `slice 3` or `slices 0-3`."""
         start, size = self.place.start, self.place.size
         return f"slice {start}" if size == 1 else f"slices {start}-{start + size - 1}"
 
     @property
     def ids(self) -> str:
-        """The IDs as text, such as `GI 7 CI 0`."""
         if self.gpu_instance_id is None:
             return "absent"
         compute = ",".join(str(number) for number in sorted(self.compute_instance_ids))
@@ -52,9 +50,8 @@ class SeenInstance:
 class GpuMap:
     """The content of a GPU's drawing.
 
-    `mode` and `whole_owner` are texts: the MIG mode, and the holder of the whole GPU (None without one). `instances`
-    are in the order of their slices. `room` is how many instances of each profile still fit, one profile at a time.
-    `called` contains all names that users can give for the GPU.
+    `room` is how many instances of each profile still fit, one profile at a time. `called` are all names that users
+    can give.
     """
 
     name: str
@@ -75,10 +72,9 @@ _OURS = {
 
 
 def gpu_maps(inventory: Inventory, known: NodeState, on_demand: Callable[[Gpu], bool]) -> list[GpuMap]:
-    """Return the content of a drawing for each GPU in MIG mode or with MIG on demand.
+    """Return a drawing's content for each GPU in MIG mode or with MIG on demand.
 
-    `inventory` is what NVML reports: every GPU that has profiles has `partitioning`, with all its GPU instances
-    in `withheld`, no matter who created them.
+    `withheld` has all GPU instances, no matter who created them.
     """
     return [
         _map_of(inventory.gpu_names[gpu.uuid], gpu, gpu.partitioning, known, on_demand(gpu))
@@ -88,7 +84,6 @@ def gpu_maps(inventory: Inventory, known: NodeState, on_demand: Callable[[Gpu], 
 
 
 def waiting_for_mig_mode(inventory: Inventory, on_demand: Callable[[Gpu], bool]) -> Iterator[str]:
-    """Yield a sentence for each GPU that needs a reset before MIG devices can be created on demand."""
     for gpu in inventory.gpus:
         if on_demand(gpu) and gpu.mig_capable and gpu.partitioning is None and not gpu.mig_enabled:
             yield (
@@ -98,7 +93,6 @@ def waiting_for_mig_mode(inventory: Inventory, on_demand: Callable[[Gpu], bool])
 
 
 def remaining_room(table: Partitioning, taken: Sequence[GpuInstance]) -> tuple[tuple[str, int], ...]:
-    """Return how many instances of each profile fit in addition to `taken`, in publishing order, without zeros."""
     possible = partitioned(table, taken, offers_whole=False).possible
     profiles = {profile.profile_id: profile for profile, _ in possible}
     return tuple((profile.name, _how_many(table, taken, profile)) for profile in profiles.values())
@@ -188,7 +182,7 @@ def _without_claim(
 def _is_same(
     owned: OwnedInstance, instance: GpuInstance, devices: Iterable[MigDevice], boot_id: str | None
 ) -> bool:
-    """Whether the ledger's entry is this exact instance, and not a later one at the same placement."""
+    """Whether the ledger's entry is this instance, and not a later one at the same placement."""
     return (
         owned.slot == instance.slot
         and boot_id in (None, owned.boot_id)
@@ -198,7 +192,6 @@ def _is_same(
 
 
 def _holders(gpu: Gpu, records: Iterable[ClaimRecord], kind: str) -> Mapping[str, list[str]]:
-    """Return the claims that hold devices of a kind on a GPU, by device name, without those with adminAccess."""
     holders: dict[str, set[str]] = {}
     for record in records:
         for held in record.devices:
@@ -210,9 +203,7 @@ def _holders(gpu: Gpu, records: Iterable[ClaimRecord], kind: str) -> Mapping[str
 def _missing(
     gpu: Gpu, existing: Iterable[GpuInstance], records: Iterable[ClaimRecord]
 ) -> Sequence[CreateMig]:
-    """Return the CreateMig steps whose GPU instance does not exist, one per placement: not created yet, or lost in a
-    reboot.
-    """
+    """Return steps whose GPU instance was not created yet, or lost in a reboot."""
     there = {(instance.profile_id, instance.placement) for instance in existing}
     wanted = {
         (step.profile_id, step.placement): step

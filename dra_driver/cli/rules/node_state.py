@@ -22,9 +22,9 @@ BOOT_UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class SavedHealth:
-    """The health that the plugin saved in this boot. `known` are the UUIDs of the GPUs whose health it knew then.
+    """What the plugin saved in this boot. `known` are the GPUs whose health it knew then.
 
-    `saved_at` is when the health last changed, in seconds since 1970; None if the plugin has not saved it.
+    `saved_at` is in seconds since 1970; None if never saved.
     """
 
     states: Sequence[HealthState] = ()
@@ -34,11 +34,10 @@ class SavedHealth:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """The content of a plugin directory. `faults` has a sentence for each part that could not be read, and
-    `notes` has one `problem; remedy` for each problem with the saved health.
+    """`faults` are about parts that could not be read, `notes` about the saved health.
 
-    `boot_id` is the current boot, None if unknown; ledger entries of other boots are void. `ledger_fault` is why a
-    ledger cannot be read.
+    Ledger entries of other boots than `boot_id` are void, if it is known. `ledger_fault` is why a ledger cannot be
+    read.
     """
 
     records: Sequence[ClaimRecord] = ()
@@ -58,15 +57,11 @@ class NodeState:
         return [*self.records, *(one.record for one in self.cleanups)]
 
     def leaving(self, gpu_uuid: str) -> set[tuple[int, int]]:
-        """Return the slots of the GPU's MIG devices that will be destroyed."""
         steps = (step for one in self.cleanups for step in one.steps)
         return {step.slot for step in steps if isinstance(step, CreateMig) and step.gpu_uuid == gpu_uuid}
 
     def instance_ids(self, inventory: Inventory) -> Mapping[str, tuple[str, int, int]]:
-        """Return the GPU's UUID, GPU instance ID and compute instance ID of each MIG device, by device name.
-
-        They come from NVML, or from the ledger if NVML does not list the device.
-        """
+        """Return GPU UUID, GPU instance ID and compute instance ID of each MIG device, by name."""
         there = {
             mig_device_name(inventory.gpu_names[gpu.uuid], mig): (
                 gpu.uuid,

@@ -1,9 +1,7 @@
 """A node at one moment, combined from NVML, the plugin's files and the MPS host.
 
-The health of the GPUs is what the plugin saved: it alone receives NVML's events, and decides what each of its polls
-means. What NVML shows now is added. Without a plugin, the health is unknown, and the view has only what NVML shows.
-
-`top` draws it, `top -o json` prints it, and `doctor` reads the health of the GPUs from it.
+The health of the GPUs is what the plugin saved, because only the plugin receives NVML's events, and what NVML shows
+now. Without a plugin, the health is unknown.
 """
 
 from __future__ import annotations
@@ -33,16 +31,14 @@ from dra_driver.model.remedies import NOT_STARTED
 from dra_driver.reporting.rules.claim_usage import unclaimed
 
 InstanceIds = Mapping[str, tuple[str, int, int]]
-"""The GPU's UUID, GPU instance ID and compute instance ID of each MIG device, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
     """What NVML reports now, by UUID.
 
-    `lost` are GPUs that stopped answering between two calls, `hung` GPUs whose calls do not return. `hidden` are
-    GPUs bound to the NVIDIA driver that NVML does not list: their UUIDs (None if unknown) by PCI bus ID. `origins` is
-    keyed by process ID.
+    `lost` are GPUs that stopped answering between two calls, `hung` GPUs whose calls do not return. `hidden` are GPUs
+    bound to the NVIDIA driver that NVML does not list: UUIDs (None if unknown) by PCI bus ID.
     """
 
     inventory: Inventory = field(default_factory=Inventory)
@@ -57,11 +53,10 @@ class NvmlFacts:
 
 @dataclass(frozen=True, slots=True)
 class SeenGpu:
-    """A GPU with its device name. `mode` is the MIG mode or None; `load` is None if NVML reports nothing.
+    """`mode` is the MIG mode, if any; `load` is None if NVML reports nothing.
 
-    A GPU that NVML does not list and whose UUID is unknown has its PCI bus ID as the name and "" as the UUID.
-    `health` is the worst severity of the GPU and its instances. It is `unknown` if the plugin does not know it and
-    NVML shows no fault, and `vfio` for a GPU that a virtual machine has or may get, whose health cannot be read.
+    A GPU with an unknown UUID has its PCI bus ID as the name and "" as the UUID. `health` is the worst severity of
+    the GPU and its instances, `unknown`, or `vfio` for a GPU that a virtual machine has or may get.
     """
 
     name: str
@@ -76,9 +71,7 @@ class SeenGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding(ClaimDevice):
-    """A device of a claim. `since_s` is None if it was not recorded; `trouble` is the device's severity, None
-    if it seems healthy. `pods` are the names of the claim's pods, None if unknown.
-    """
+    """`trouble` is the device's severity, None if it seems healthy."""
 
     claim: str
     uid: str
@@ -93,8 +86,8 @@ class Holding(ClaimDevice):
 class SeenReason:
     """Why a device is unhealthy. `since_s` is None if only this check found it.
 
-    `devices` are the MIG devices of an instance. `saved_s` is set if the plugin is not running, so that the reason
-    may be over: for how many seconds the saved health has not changed.
+    `saved_s` is set if the plugin is not running, so that the reason may be over: for how many seconds the saved
+    health has not changed.
     """
 
     subject: str
@@ -108,7 +101,7 @@ class SeenReason:
 
 @dataclass(frozen=True, slots=True)
 class SeenDaemon:
-    """The MPS daemon of a device. `clients` is None before the first probe; `directory` contains its log."""
+    """`clients` is None before the first probe."""
 
     device: str
     state: str
@@ -121,10 +114,10 @@ class SeenDaemon:
 
 @dataclass(frozen=True, slots=True)
 class SeenProcess:
-    """A process with memory on the GPU named `gpu`. `gpu_instance_id` is only set in MIG mode.
+    """`gpu_instance_id` is only set in MIG mode.
 
     `pod` is `NAMESPACE/NAME`, or `pod UID` for a pod with unknown claims; None for a process of the host.
-    `is_unclaimed` means that the process belongs to no prepared claim and no container.
+    `is_unclaimed`: it belongs to no prepared claim and no container.
     """
 
     gpu: str
@@ -139,9 +132,7 @@ class SeenProcess:
 
 @dataclass(frozen=True, slots=True)
 class SeenProblem:
-    """A problem of the node. `subject` is empty for a problem of the whole node. `since_s` is the problem's age in
-    seconds, None if the problem was just found.
-    """
+    """`subject` is empty for the whole node. `since_s` is None if the problem was just found."""
 
     problem: str
     subject: str
@@ -151,10 +142,7 @@ class SeenProblem:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Everything that `top` shows. `problems` are the node's; `notes` are sentences.
-
-    `unwatched` is why the health of all GPUs is unknown; None if the plugin watches them.
-    """
+    """Everything that `top` shows. `unwatched` is why the health of all GPUs is unknown."""
 
     node: str
     driver: str
@@ -184,7 +172,7 @@ def node_view(
     *,
     plugin_runs: bool,
 ) -> NodeView:
-    """Return the view. `notes` are shown without duplicates; `problems` are the node's."""
+    """Combine all sources. `notes` are shown without duplicates."""
     inventory, at = nvml.inventory, now.timestamp()
     ids = state.instance_ids(inventory)
     names, places, hidden = _names_and_places(nvml, state)
@@ -222,9 +210,7 @@ def node_view(
 
 
 def searched(view: NodeView, text: str) -> NodeView:
-    """Return the view with only the GPUs, claims and pods whose names contain the text, and their details. An empty
-    text keeps everything.
-    """
+    """Return only the GPUs, claims and pods whose names contain the text, and their details."""
     wanted = text.lower()
     if not wanted:
         return view
@@ -258,10 +244,8 @@ def searched(view: NodeView, text: str) -> NodeView:
 def _names_and_places(
     facts: NvmlFacts, state: NodeState
 ) -> tuple[Mapping[str, str], Mapping[str, str], Set[str]]:
-    """Return device names and PCI bus IDs by UUID, and the UUIDs of the GPUs that NVML hides.
-
-    GPUs that NVML lists come first, in PCI order, then those known only from files or listed without details. A
-    GPU with an unknown UUID is identified by its PCI bus ID.
+    """Return device names and PCI bus IDs by UUID, and the UUIDs of hidden GPUs. A PCI bus ID replaces an unknown
+    UUID.
     """
     inventory = facts.inventory
     shown = {gpu.uuid: gpu.pci_bus_id for gpu in inventory.gpus}
@@ -279,7 +263,6 @@ def _names_and_places(
 
 
 _Found = tuple[HealthTarget, tuple[str, str], Severity, SeenReason]
-"""The target, the name of the reason, its severity, and how it is shown."""
 
 
 def _unwatched(saved: SavedHealth, *, plugin_runs: bool) -> str | None:
@@ -297,7 +280,6 @@ def _reasons(
     *,
     is_watched: bool,
 ) -> Iterator[_Found]:
-    """Yield the reasons by device, worst first: the saved ones and those that only NVML shows."""
     saved_s = None if is_watched or saved.saved_at is None else max(0.0, now - saved.saved_at)
     states = {state.target: state for state in saved.states}
     for uuid, name in names.items():
@@ -318,7 +300,6 @@ def _reasons(
 
 
 def _findings(facts: NvmlFacts, uuid: str, state: HealthState | None) -> Sequence[Finding]:
-    """Return what NVML shows now for a GPU."""
     if uuid in facts.lost:
         return [LOST_NOW]
     if uuid in facts.hung:
@@ -384,9 +365,7 @@ def _gpus(
 
 
 def _in_place(gpus: Iterable[SeenGpu]) -> tuple[SeenGpu, ...]:
-    """Return the GPUs in PCI order, which is NVML's. A lost GPU has the index that NVML leaves free, None if NVML gave
-    the index to another GPU.
-    """
+    """Return the GPUs in PCI order, which is NVML's. A lost GPU gets the index that NVML leaves free."""
     ordered = sorted(gpus, key=lambda gpu: gpu.pci_bus_id or "~")
     used, free = {gpu.index for gpu in ordered}, 0
     for at, gpu in enumerate(ordered):

@@ -1,4 +1,4 @@
-"""The prepared claims of a node, from the plugin's records, the MIG ledger and the CDI directory."""
+"""The prepared claims of a node."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from dra_driver.power.rules.limits import limits_on
 
 @dataclass(frozen=True, slots=True)
 class ClaimDevice:
-    """A device of a claim. `mig` describes a MIG device that was created on demand: profile, placement, IDs.
-    `limits` are the limits of power and clocks that the claim set, such as `500 W`.
-    """
+    """`mig` describes a MIG device on demand: profile, placement, IDs. `limits` are texts such as `500 W`."""
 
     device: str
     kind: str
@@ -36,12 +34,8 @@ class ClaimDevice:
 
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
-    """A claim's record. `age_s` is in seconds, None if the record has no time. `boot` is `this`, `earlier` or
-    `unknown`.
-
-    `cdi_spec` is `present`, `missing` or `unknown`. `undo` names the steps that Unprepare undoes, first to
-    last. `pods` are the claim's pods according to the record; None if unknown. `maintenance` is the state of
-    a maintenance claim, such as `active until 2026-11-27 20:05:00+00:00`.
+    """`boot` is `this`, `earlier` or `unknown`, `cdi_spec` `present`, `missing` or `unknown`. `undo` names the steps
+    that Unprepare undoes, first to last. `pods` is None if unknown.
     """
 
     namespace: str
@@ -60,9 +54,7 @@ class PreparedClaim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimCleanup:
-    """The steps of a claim that an Unprepare or a failed Prepare could not undo yet. `since` is in seconds since
-    1970.
-    """
+    """`since` is in seconds since 1970."""
 
     namespace: str
     name: str
@@ -74,9 +66,7 @@ class ClaimCleanup:
 
 @dataclass(frozen=True, slots=True)
 class NodeClaims:
-    """All claims with a record, oldest first; a sentence for each problem; the pending cleanups; the claims
-    that fail; and, by the UIDs of claims that are being prepared, a GPU on which an operation runs.
-    """
+    """`running` is a busy GPU, by the UID of a claim that is being prepared."""
 
     claims: tuple[PreparedClaim, ...]
     problems: tuple[str, ...] = ()
@@ -86,11 +76,10 @@ class NodeClaims:
 
 
 Specs = Mapping[str, Sequence[str]] | None
-"""The devices in each claim's CDI spec, by claim UID; None if the directory could not be read."""
+"""Devices by claim UID; None if the directory could not be read."""
 
 
 def prepared_claims(state: NodeState, specs: Specs, now: datetime) -> tuple[PreparedClaim, ...]:
-    """Return a claim for each record, oldest first."""
     ledger = {entry.device: entry for entry in state.owned}
     maintenances = {one.claim: one.text for one in state.maintenances}
     claims = (
@@ -117,13 +106,11 @@ def prepared_claims(state: NodeState, specs: Specs, now: datetime) -> tuple[Prep
 
 
 def shown(cleanup: PendingCleanup) -> ClaimCleanup:
-    """Return a pending cleanup in the form that commands print."""
     ref = cleanup.record.ref
     return ClaimCleanup(ref.namespace, ref.name, ref.uid, cleanup.kinds, cleanup.since, cleanup.text)
 
 
 def contradictions(state: NodeState, specs: Specs, claims: Sequence[PreparedClaim]) -> Iterator[str]:
-    """Yield a sentence for each contradiction between files."""
     known = {claim.uid for claim in claims}
     for uid, names in sorted((specs or {}).items()):
         if uid not in known:

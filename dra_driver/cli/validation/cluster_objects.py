@@ -1,4 +1,4 @@
-"""The DeviceClasses of a cluster, and its claims and templates that documents name."""
+"""Objects of a cluster that documents need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.schema import JsonObject
 
 Reference = tuple[str, str, str]
-"""Kind, namespace and name of a claim or a template."""
+"""Kind, namespace and name."""
 
 _PLURALS = {"ResourceClaim": "resourceclaims", "ResourceClaimTemplate": "resourceclaimtemplates"}
 _TIMEOUT_S = 15.0
@@ -21,8 +21,8 @@ _TIMEOUT_S = 15.0
 
 @dataclass(slots=True)
 class ClusterObjects:
-    """Objects of a cluster: its DeviceClasses (None if they cannot be read), and the claims and templates that pods
-    name but no file contains (None if they do not exist). `problem` is the first read error.
+    """`classes` is None if they cannot be read. `found` has the claims and templates that pods name but no file
+    contains, None if they do not exist. `problem` is the first read error.
     """
 
     server: str
@@ -32,9 +32,7 @@ class ClusterObjects:
 
 
 def read_cluster(endpoint: Endpoint, wanted: Sequence[Reference]) -> ClusterObjects:
-    """Return the DeviceClasses of a cluster, and the `wanted` claims and templates. Stops at the first error, which
-    becomes `problem`.
-    """
+    """Stop at the first error, which becomes `problem`."""
     client, cluster = ApiClient(endpoint, timeout_s=_TIMEOUT_S), ClusterObjects(endpoint.server)
     try:
         classes = client.call("GET", "deviceclasses", action="list DeviceClasses")
@@ -57,7 +55,6 @@ def read_cluster(endpoint: Endpoint, wanted: Sequence[Reference]) -> ClusterObje
 
 
 def references(documents: Sequence[Document], namespace: str) -> list[Reference]:
-    """Return the claims and templates that pods name but no document contains. `namespace` is the default namespace."""
     there = set()
     wanted: dict[Reference, None] = {}
     for document in documents:

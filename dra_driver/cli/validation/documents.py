@@ -1,4 +1,4 @@
-"""YAML documents from files and standard input, each with the number of its first line."""
+"""YAML documents from files and standard input."""
 
 from __future__ import annotations
 
@@ -26,42 +26,36 @@ _LONGEST_KEY = 64
 _HELM = re.compile(r"\{\{[^}]*(\.(Values|Release|Chart|Capabilities)\b|\b(include|define|template)\s+\")")
 _RENDER = "render it first: `helm template CHART | gpu-dra-driver validate -`"
 _MAX_VALUES = 1_000_000
-"""Per document, with aliases expanded; long texts count as several values. An object of the API server has at
-most 3 MiB.
-"""
+"""With aliases expanded. An object of the API server has at most 3 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document. `problem` is why it could not be read; it then has no content."""
+    """A document with a `problem` has no content."""
 
     file: str
     line: int
     content: Any = None
     problem: str | None = None
     is_configuration: bool = False
-    """Whether it is a configuration file of gpu-dra-driver: not a Kubernetes object, and a key resembles a setting."""
+    """It is not a Kubernetes object, and a key resembles a setting of gpu-dra-driver."""
 
     @property
     def place(self) -> str:
-        """File and line, such as `claims.yaml:12`."""
         return f"{self.file}:{self.line}"
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The metadata of an object; empty if it has none."""
         metadata = self.content.get("metadata") if isinstance(self.content, dict) else None
         return metadata if isinstance(metadata, dict) else {}
 
     @property
     def labels(self) -> dict[str, Any]:
-        """The labels of an object; empty if it has none."""
         labels = self.metadata.get("labels")
         return labels if isinstance(labels, dict) else {}
 
     @property
     def name(self) -> str:
-        """Kind and name, for messages."""
         if not isinstance(self.content, dict):
             return "document"
         kind = str(self.content.get("kind") or ("configuration" if self.is_configuration else "document"))
@@ -72,10 +66,10 @@ class Document:
 
 
 def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iterator[Document]:
-    """Yield the documents of all files. Empty ones are skipped, and a List is split into its items.
+    """Yield the documents of all files. Empty ones are skipped, and a List is split. Raises: InvalidConfigError.
 
-    `-` means standard input, and a directory means all YAML and JSON files below it. `settings` are the keys of a
-    configuration file. Raises: InvalidConfigError for a file that cannot be read.
+    `-` means standard input; a directory, all YAML and JSON files below it. `settings` are the keys of a
+    configuration file.
     """
     for name in files:
         if name == "-":
@@ -92,7 +86,6 @@ def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iter
 
 
 def _recognised(document: Document, settings: Collection[str]) -> Document:
-    """Mark configuration files. A key that resembles a setting counts as a misspelt setting."""
     content = document.content
     if not isinstance(content, dict) or "kind" in content or "apiVersion" in content:
         return document
@@ -191,7 +184,7 @@ def _taken_apart(document: Document) -> Iterator[Document]:
 
 
 def _values(node: Any, known: dict[int, int]) -> int:
-    """Return how many values there are with aliases expanded. A value that contains itself is counted once."""
+    """Count a value that contains itself once."""
     import yaml
 
     if id(node) not in known:
@@ -208,9 +201,7 @@ def _values(node: Any, known: dict[int, int]) -> int:
 
 
 def _twice(node: Any, path: str, seen: set[int]) -> str | None:
-    """Return the path of a duplicate key in an object, which YAML would silently overwrite; None if there is
-    none.
-    """
+    """Return the path of a duplicate key, which YAML would silently overwrite."""
     import yaml
 
     if id(node) in seen:

@@ -1,4 +1,4 @@
-"""Decides, as the scheduler would, whether a claim fits on a machine. `rules.explain` explains the result."""
+"""Decides, as the scheduler would, whether a claim fits on a machine."""
 
 from __future__ import annotations
 
@@ -36,18 +36,15 @@ from dra_driver.model.units import counted
 from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy
 
 _CLAIM: Final = ClaimRef("default", "claim", "00000000-0000-0000-0000-000000000000")
-"""What Prepare would plan for."""
 _PLAIN_STEPS = 2
-"""The number of steps of a request without selectors: all devices, and the devices of its class."""
+"""Without selectors: all devices, and the devices of the class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The outcome for one claim.
-
-    `devices` are (request, device) of one possible allocation; if there is none, `problem` says why. `refusal` is why
-    Prepare would refuse the claim with these devices, and `delay` why Prepare would fail until the machine changes.
-    `allocation` is the claim's `status.allocation`. `near` are hints about devices that a selector barely excludes.
+    """`devices` are (request, device) of one possible allocation; if there is none, `problem` says why. `refusal` is
+    why Prepare would refuse the claim with these devices, and `delay` why Prepare would fail until the machine
+    changes. `near` are hints about devices that a selector barely excludes.
     """
 
     funnels: tuple[Funnel, ...]
@@ -61,11 +58,7 @@ class Fit:
 
 @dataclass(eq=False)
 class MachineFit:
-    """An empty machine, without any allocated device.
-
-    `sharing`, `extra_devices` and `power` are the settings of its plugin. `gpus` are the GPUs on which MIG layouts are
-    tried.
-    """
+    """An empty machine, and the settings of its plugin. MIG layouts are tried on `gpus`."""
 
     name: str
     driver: str
@@ -82,7 +75,7 @@ class MachineFit:
         self.devices = self._empty.candidates
 
     def claim(self, spec: JsonObject, classes: Mapping[str, JsonObject]) -> Fit:
-        """Return the outcome for a v1 claim spec.
+        """Try a v1 claim spec.
 
         Raises: AllocationError for a missing class; InvalidConfigError and NotJudgedError for a selector.
         """
@@ -101,9 +94,7 @@ class MachineFit:
         return Fit(funnels, results, None, *self._planned(allocation), allocation, near)
 
     def together(self, specs: Sequence[JsonObject], classes: Mapping[str, JsonObject]) -> str | None:
-        """Return why claims with these v1 specs, such as the claims of one pod, do not fit together; None if
-        they do.
-        """
+        """Return why claims with these v1 specs do not fit together; None if they do."""
         held: list[JsonObject] = []
         for number, spec in enumerate(specs, 1):
             try:
@@ -122,9 +113,8 @@ class MachineFit:
         return allocate(self._empty, claims, classes, self._node)
 
     def taken_away(self, alone: Fit, others: Sequence[JsonObject]) -> tuple[str, int, int]:
-        """Return why a claim that fits alone does not fit together with others.
-
-        Also returns, for the request that lacks the most devices, how many are completely free, and how many match.
+        """Return why a claim that fits alone does not fit with others, and for the request that lacks the most
+        devices how many are free, and how many match.
         """
         left = less(self._empty, others)
         free = {
@@ -146,7 +136,7 @@ class MachineFit:
     def _no_choice(
         self, wanted: list[list[Wanted]], funnels: tuple[Funnel, ...], devices: JsonObject
     ) -> str | None:
-        """Return why the whole claim cannot be served although each request could be; None for a single device."""
+        """Return why no choice serves the claim although each request could be served."""
         by_name = {found.request: found.matching for found in funnels}
         entries = [entry for group in wanted for entry in group]
         constraints = devices.get("constraints") or ()
@@ -182,10 +172,7 @@ class MachineFit:
         return f"{text} and satisfies {attributes}" if attributes else text
 
     def _planned(self, allocation: JsonObject) -> tuple[str | None, str | None]:
-        """Plan the claim as Prepare would, with the parameters of the claim and its classes.
-
-        Return why Prepare refuses the claim, and why it fails until the machine changes; None for what does not happen.
-        """
+        """Return why Prepare refuses the claim, and why it fails until the machine changes."""
         body = {"metadata": {"uid": _CLAIM.uid}, "status": {"allocation": allocation}}
         before = f"if the claim is allocated on {self.name}, Prepare"
         try:
@@ -208,7 +195,6 @@ class MachineFit:
 
 
 def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str | None:
-    """Return why one of the requests cannot be served even by itself; None if each can."""
     by_name = {found.request: found for found in funnels}
     for group in wanted:
         shorts = [_short_of(entry, by_name[entry.name]) for entry in group]
@@ -220,7 +206,6 @@ def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str
 
 
 def _short_of(wanted: Wanted, found: Funnel) -> str | None:
-    """Return why one request cannot be served by itself; None if it can."""
     who = f"request {wanted.name}"
     if found.error is not None:
         return f"{who}: selector {found.error}"

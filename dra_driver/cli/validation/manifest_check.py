@@ -1,4 +1,4 @@
-"""Creates a report for each document: its faults, probable mistakes, and whether it fits the machines."""
+"""Creates a report for each document."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ DEFAULT_NAMESPACE = "default"
 _SHOWN_DEVICES = 4
 _MAX_PROFILES = 16
 _ALIKE = 0.92
-"""The similarity of two class names that differ in about one letter."""
+"""For names that differ in about one letter."""
 _ALIKE_OBJECT = 0.8
 _CLAIMS = {"ResourceClaim": "resourceClaimName", "ResourceClaimTemplate": "resourceClaimTemplateName"}
 _SHARES = "shares.gpu.nvidia.com"
@@ -77,10 +77,8 @@ _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
 
 @dataclass(slots=True)
 class DocumentReport:
-    """The report for one document.
-
-    `verdict` is OK, FAULT, SKIP if it does not concern gpu-dra-driver, or "not judged" if a selector, a class
-    or a pod's claim is unknown here.
+    """`verdict` is OK, FAULT, SKIP if the document does not concern gpu-dra-driver, or "not judged" if a selector, a
+    class or a pod's claim is unknown here.
     """
 
     place: str
@@ -102,11 +100,7 @@ def check_documents(
     namespace: str = DEFAULT_NAMESPACE,
     evicting: Collection[str] = (),
 ) -> list[DocumentReport]:
-    """Return a report for each document, in order. Claims are checked against the machines, if there are any.
-
-    `config_faults` are the faults of configuration files by document number; `namespace` is the default
-    namespace; `evicting` are the keys of taints that the plugin sets with the effect NoExecute.
-    """
+    """Return a report for each document. `config_faults` are by document number."""
     check = ManifestCheck(documents, driver, machines, cluster, namespace, evicting)
     reports = []
     for number, document in enumerate(documents):
@@ -189,7 +183,6 @@ class ManifestCheck:
         return str(document.metadata.get("namespace") or self.namespace)
 
     def document(self, document: Document, report: DocumentReport) -> None:
-        """Fill the report of one document."""
         content = document.content
         if document.problem is not None:
             report.faults.append(document.problem)
@@ -207,7 +200,6 @@ class ManifestCheck:
             self._other(document, content, report)
 
     def _other(self, document: Document, content: JsonObject, report: DocumentReport) -> None:
-        """Check a document that is neither a claim nor a class and creates no pods."""
         if content.get("kind") == "DeviceTaintRule":
             self._taint_rule(content, report)
         elif document.is_configuration:
@@ -236,7 +228,6 @@ class ManifestCheck:
             report.notes.append(f"skipped: {what or 'it is not about GPUs'}")
 
     def _manager_file(self, key: str, text: Any, report: DocumentReport) -> None:
-        """Check a file of NVIDIA's mig-manager, and which of its layouts the machines accept."""
         layouts, found = read_layouts(text)
         report.faults += [f"{key}: {fault}" if key else fault for fault in found]
         if not found:
@@ -253,7 +244,6 @@ class ManifestCheck:
             (report.faults if needs_all or not tried.fits else report.notes).extend(problems)
 
     def _taint_rule(self, content: JsonObject, report: DocumentReport) -> None:
-        """Check a taint rule, and which devices it selects."""
         report.faults += [str(fault) for fault in taint_rule_faults(content)]
         if report.faults:
             return
@@ -291,7 +281,7 @@ class ManifestCheck:
             self._try_claim(spec, report)
 
     def _class(self, v1: JsonObject, report: DocumentReport) -> None:
-        """Check a class. A class requires no devices, so it is valid even if no device matches."""
+        """Check a class, which is valid even if no device matches."""
         name = v1["metadata"]["name"]
         other = self._other_driver(name)
         self._name_driver(other, report)
@@ -348,12 +338,10 @@ class ManifestCheck:
         return not unjudged and not report.faults
 
     def _profile_classes(self) -> dict[str, str]:
-        """Return the MIG profiles of the machines' GPUs, by class name."""
         rows = (row for machine in self.machines for gpu in machine.gpus for row in gpu.profiles)
         return {f"mig-{profile_label(row.profile.name)}.nvidia.com": row.profile.name for row in rows}
 
     def _other_driver(self, class_name: str) -> str | None:
-        """Return the DRA driver that a class selects, if it is not gpu-dra-driver."""
         selectors = self._classes[class_name]["spec"].get("selectors") or ()
         drivers = (selected_driver(entry["cel"]["expression"]) for entry in selectors)
         return next((name for name in drivers if name not in (None, self.driver)), None)
@@ -372,9 +360,7 @@ class ManifestCheck:
             )
 
     def _try_claim(self, spec: JsonObject, report: DocumentReport) -> bool:
-        """Try a claim on an empty machine of each type; return True if one can serve it or if there is no
-        machine.
-        """
+        """Return whether an empty machine can serve a claim, or there is no machine."""
         fits = [(machine, machine.claim(spec, self._classes)) for machine in self.machines]
         bad = [(machine, fit) for machine, fit in fits if fit.problem is not None or fit.refusal is not None]
         good = [(machine, fit) for machine, fit in fits if fit.problem is None and fit.refusal is None]
@@ -439,7 +425,6 @@ class ManifestCheck:
             self._try_pod(path, spec, namespace, report)
 
     def _try_pod(self, path: str, spec: JsonObject, namespace: str, report: DocumentReport) -> None:
-        """Check a pod: each of its claims, and all of them together."""
         requests = self._extended(spec, report)
         lacking = ["its extended resources"] if requests else []
         lacking += [f"{kind} {name}" for _, kind, name in claims_of(spec) if kind != "ResourceClaim"]
@@ -486,12 +471,11 @@ class ManifestCheck:
             ]
 
     def _is_allocated(self, namespace: str, name: str) -> bool:
-        """Whether a claim of the cluster has its devices."""
         found = None if self.cluster is None else self.cluster.found.get(("ResourceClaim", namespace, name))
         return bool(((found or {}).get("status") or {}).get("allocation"))
 
     def _claim(self, kind: str, namespace: str, name: str, report: DocumentReport) -> JsonObject | None:
-        """Return the spec of a claim that a pod names, if it can be allocated from an empty machine."""
+        """Return the spec of a claim that a pod names, if an empty machine can serve it."""
         reference = (kind, namespace, name)
         shown = f"{kind} {namespace}/{name}"
         found, place = self._good.get(reference), self._places.get(reference)
@@ -526,7 +510,6 @@ class ManifestCheck:
         return None
 
     def _meant(self, reference: Reference) -> str | None:
-        """Return which claim or template of the files a pod probably means, as the end of a sentence."""
         kind, namespace, name = reference
         others = [one for one in self._places if one[0] in _CLAIMS]
         for other in others:
@@ -540,7 +523,6 @@ class ManifestCheck:
         return f"did you mean {near[0]}?" if near else None
 
     def _extended(self, spec: JsonObject, report: DocumentReport) -> list[JsonObject]:
-        """Return the requests for extended resources such as `nvidia.com/gpu: 1`."""
         served = served_resources(self._classes.values())
         asked = {
             resource
@@ -570,9 +552,6 @@ class ManifestCheck:
 
 
 def _selecting(v1: JsonObject) -> list[JsonObject]:
-    """Return the objects that can have selectors: a class's spec, or the requests of a claim and their
-    alternatives.
-    """
     if v1["kind"] == "DeviceClass":
         return [v1["spec"]]
     return [body for request in requests_of(claim_spec(v1)) for body in bodies(request)]

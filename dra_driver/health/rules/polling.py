@@ -1,9 +1,8 @@
 """Decides what a poll of a GPU means for its health, including its NVLinks.
 
-A GPU whose links lead to NVSwitches needs all of them, because it reaches every other GPU through each switch.
-If it loses a link, NVIDIA's own tools require it to be drained and reset. Links between two GPUs are different: the GPU
-works with the remaining links, and a link is also down while the other GPU is reset, in MIG mode, or used by a
-virtual machine.
+A GPU whose links lead to NVSwitches needs all of them, because it reaches every other GPU through each switch. Links
+between two GPUs are different: the GPU works with the remaining links, and a link is also down while the other GPU is
+reset, in MIG mode, or used by a virtual machine.
 """
 
 from __future__ import annotations
@@ -113,7 +112,6 @@ def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
 
 
 def findings_now(polled: PolledHealth, seen: NvLinks | None = None) -> list[Finding]:
-    """Return all that one poll shows. `seen` are the NVLinks that have been active before, if known."""
     found = [one for findings in reasons_found(polled).values() for one in findings]
     if polled.nvlinks is not None:
         found += nvlink_findings(polled, seen_nvlinks(seen, polled.nvlinks))
@@ -126,12 +124,10 @@ def requests_action(polled: PolledHealth) -> bool:
 
 
 def is_memory_read(polled: PolledHealth) -> bool:
-    """Whether no query for the values that `requests_action` reads has failed."""
     return polled.failed.isdisjoint(_REPAIR_FIELDS)
 
 
 def fabric_findings(state: FabricState, detail: str) -> list[Finding]:
-    """Return the finding for a fabric; empty if the fabric is ready or absent. `detail` says what is wrong."""
     if state not in _FABRIC:
         return []
     severity, text = _FABRIC[state]
@@ -139,7 +135,7 @@ def fabric_findings(state: FabricState, detail: str) -> list[Finding]:
 
 
 def compared(polled: PolledHealth, others: Iterable[NvLinks | None]) -> PolledHealth:
-    """Return the poll with `equal_nvlinks` set: the most active links that an identical GPU in `others` has."""
+    """Set `equal_nvlinks`: the most active links that an identical GPU in `others` has."""
     mine = polled.nvlinks
     if mine is None:
         return polled
@@ -154,7 +150,6 @@ def compared(polled: PolledHealth, others: Iterable[NvLinks | None]) -> PolledHe
 
 
 def seen_nvlinks(before: NvLinks | None, now: NvLinks) -> NvLinks:
-    """Return all links that were ever active: in `before`, or now."""
     if before is None:
         return now
     known = before.to_switches if now.to_switches is None else now.to_switches
@@ -162,7 +157,6 @@ def seen_nvlinks(before: NvLinks | None, now: NvLinks) -> NvLinks:
 
 
 def nvlink_findings(polled: PolledHealth, seen: NvLinks) -> list[Finding]:
-    """Return the faults of the polled links. `seen` are the links that have been active since the boot."""
     now = polled.nvlinks
     if now is None:
         return []
@@ -183,7 +177,6 @@ def nvlink_findings(polled: PolledHealth, seen: NvLinks) -> list[Finding]:
 
 
 def nvlink_errors_found(state: HealthState, polled: PolledHealth) -> Mapping[str, list[Finding]]:
-    """Return a reason for each counter that has grown since the last read; empty if no counter was read."""
     if polled.nvlink_errors is None:
         return {}
     before = state.nvlink_errors or {}

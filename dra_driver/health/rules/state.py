@@ -1,8 +1,7 @@
 """Decides how observations change the health of a device, and how each reason ends.
 
-A state is a set of active reasons, and its severity is the worst of them, so a harmless event never makes a bad
-device look healthy. A reason ends only as its `Ending` says, never because a query failed. A poll in which no live
-query succeeded ends no reason; after two such polls in a row the GPU is unresponsive.
+A harmless event never makes a bad device look healthy: its severity is the worst of its active reasons. A reason ends
+only as its `Ending` says, never because a query failed. Two polls in a row without an answer make the GPU unresponsive.
 """
 
 from __future__ import annotations
@@ -58,22 +57,19 @@ LOST_NOW: Finding = (
     Severity.LOST,
     f"the GPU fell off the bus and does not answer; {RESET_OR_REBOOT}",
 )
-"""What NVML's error for a lost GPU means."""
 
 
 SETTLE_S = 30
-"""How long NVML's recovery action must be NONE after the last event to end its reason, because errors come in
-bursts.
-"""
+"""How long NVML's recovery action must be NONE after the last event, because errors come in bursts."""
 SETTLE_UNSURE_S = 600
-"""Like SETTLE_S, for a program's fault if the NVIDIA driver reports no recovery action."""
+"""For a program's fault if the NVIDIA driver reports no recovery action."""
 REMEMBER_S = 600
 """How long an informational event remains a reason."""
 SILENT_POLLS = 2
-"""After this many unanswered polls in a row, the GPU is unresponsive. A single one may coincide with a reset."""
+"""A single unanswered poll may coincide with a reset."""
 NO_ANSWER, NVML_HANGS = "no-answer", "nvml-hangs"
-"""Values of UNRESPONSIVE: every query fails, or an NVML call does not return. After a hang a GPU cannot be reset,
-because nvidia-smi hangs too.
+"""Every query fails, or an NVML call does not return. After a hang a GPU cannot be reset, because nvidia-smi hangs
+too.
 """
 HANGS_NOW: Finding = (
     UNRESPONSIVE,
@@ -81,20 +77,16 @@ HANGS_NOW: Finding = (
     Severity.DEGRADED,
     f"the GPU does not answer: an NVML call does not return; {_IF_IT_LASTS}",
 )
-"""What an NVML call that does not return means."""
 FLAPS, FLAP_WINDOW_S = 3, 3600
 """A device that becomes bad FLAPS times within FLAP_WINDOW_S seconds stays tainted after it recovers."""
 HOLD_S, HOLD_MAX_S = 600, 4 * 3600
-"""How long such a device stays tainted, in seconds; doubled with each repetition, up to the maximum."""
+"""For how long, in seconds; doubled with each repetition."""
 UNRESPONSIVE_AFTER_S = 60
-"""How long an operation must hang before its GPU is unresponsive; claims wait for the same time."""
+"""How long an operation must hang until its GPU is unresponsive; claims wait for the same time."""
 REBOOT_AFTER_S = 15 * 60
-"""After this time, the hang is not expected to end by itself."""
 
 
 class Ending(Enum):
-    """What ends a reason."""
-
     GOOD_VALUE = "the query that found the fault reads a good value"
     ANSWER = "a live query of the GPU succeeds"
     RESET = "the GPU was reset, or NVML reports the recovery action NONE; no memory repair is pending"
@@ -113,9 +105,6 @@ _BY_KEY: Mapping[str, Ending] = {
 
 
 def ending_of(reason: Reason) -> Ending:
-    """Return how the reason ends. Time ends an Xid only if it is informational, or if NVIDIA's catalog calls it
-    a program's fault.
-    """
     if reason.key == UNRESPONSIVE:
         return Ending.ANSWER if reason.value else Ending.OURS
     if reason.key == XID:
@@ -125,7 +114,6 @@ def ending_of(reason: Reason) -> Ending:
 
 
 def waits_for_reset(reason: Reason) -> bool:
-    """Whether observing a reset would end the reason, and no reset has been observed yet."""
     return ending_of(reason) in (Ending.RESET, Ending.STILL) and not reason.reset_seen
 
 
@@ -134,8 +122,7 @@ def observe(
 ) -> HealthState:
     """Return the state after an observation made at `now`.
 
-    For an instance, observations of its whole GPU only clear reasons. New reasons are added to the GPU's own
-    state.
+    For an instance, observations of its whole GPU only clear reasons: new ones are added to the GPU's own state.
     """
     match observation:
         case Xid(number, reports_action):
@@ -201,7 +188,6 @@ def _having(state: HealthState, reasons: Iterable[Reason]) -> HealthState:
 
 
 def _with_found(state: HealthState, found: Mapping[str, list[Finding]], now: int) -> HealthState:
-    """Replace the reasons whose keys are in `found`; reasons of other keys stay."""
     if state.target.is_instance:
         return state
     known = {reason.name: reason for reason in state.reasons}
@@ -215,7 +201,6 @@ def _with_found(state: HealthState, found: Mapping[str, list[Finding]], now: int
 
 
 def _unanswered(state: HealthState) -> list[Finding]:
-    """Return the current reason `unresponsive` that ends when the GPU answers."""
     return [(*reason.name, reason.severity, reason.text) for reason in state.reasons if _is_silence(reason)]
 
 
@@ -224,9 +209,7 @@ def _is_silence(reason: Reason) -> bool:
 
 
 def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
-    """Record an unanswered poll. Values that the kernel driver knows without the GPU may add reasons, but end
-    none.
-    """
+    """Values that the kernel driver knows without the GPU add reasons, but end none."""
     if state.target.is_instance:
         return state
     known = {reason.name for reason in state.reasons}
@@ -242,7 +225,6 @@ def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> Health
 
 
 def _no_answer(state: HealthState, found: Finding, since: int) -> HealthState:
-    """Record why the GPU does not answer, in the place of an earlier cause."""
     key, value, severity, text = found
     before = next(filter(_is_silence, state.reasons), None)
     if before is not None and (before.value, before.text) == (value, text):
@@ -293,9 +275,7 @@ def _is_still(state: HealthState, polled: PolledHealth) -> bool:
 
 
 def _with_memory_errors(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
-    """Record new memory errors. Errors from before the first poll are not reported, because other polled values
-    show whether those errors require an action.
-    """
+    """Record new memory errors. Those before the first poll matter only if other values request an action."""
     found = polled.ecc_uncorrected
     if found is None:
         return state
@@ -317,7 +297,6 @@ def _with_nvlinks(state: HealthState, polled: PolledHealth, now: int) -> HealthS
 
 
 def _is_over(reason: Reason, polled: PolledHealth, now: int, *, is_still: bool) -> bool:
-    """Whether an answered poll ends a reason that an event caused."""
     if requests_action(polled) or not is_memory_read(polled):
         return False
     if ending_of(reason) is Ending.STILL and not is_still:
@@ -334,7 +313,7 @@ def _is_over(reason: Reason, polled: PolledHealth, now: int, *, is_still: bool) 
 
 
 def _reset(state: HealthState) -> HealthState:
-    """Set `reset_seen` on reasons from events. They stay until a poll shows that the reset helped."""
+    """Mark reasons from events. They stay until a poll shows that the reset helped."""
     marked = [
         replace(reason, reset_seen=True) if reason.key in _EVENT_KEYS else reason for reason in state.reasons
     ]
@@ -342,12 +321,11 @@ def _reset(state: HealthState) -> HealthState:
 
 
 def rebooted(state: HealthState, now: int) -> HealthState:
-    """Return the state of a whole GPU after a boot, before its first poll."""
     return replace(observe(state, Reset(), now), nvlinks=None)
 
 
 def _serviced(state: HealthState, at: int) -> HealthState:
-    """Like `_reset`, but keeps later events and the error counter."""
+    """Do the same as `_reset`, but keep later events and the error counter."""
     marked = [
         replace(reason, reset_seen=True) if reason.last_at < at and waits_for_reset(reason) else reason
         for reason in state.reasons
@@ -367,7 +345,7 @@ def _is_bad(state: HealthState) -> bool:
 
 
 def _damped(before: HealthState, after: HealthState, now: int) -> HealthState:
-    """Count how often the device becomes bad; if it does so repeatedly, it stays tainted after it recovers."""
+    """Taint a device longer if it becomes bad repeatedly."""
     if _is_bad(after) and not _is_bad(before):
         recent = [at for at in after.setbacks if now - FLAP_WINDOW_S < at <= now]
         return replace(after, setbacks=(*recent, now))

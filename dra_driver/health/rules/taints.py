@@ -50,9 +50,8 @@ _OF_NVLINK = frozenset({FABRIC, NVLINK, NVLINK_ERRORS})
 class TaintPolicy:
     """The effect of each taint, by its key without the prefix. The default is NoSchedule.
 
-    Informational reasons always have the effect None, except for `unmonitored`, which uses the configured
-    effect. API servers before Kubernetes 1.35 refuse the whole slice if it has a taint with the effect None.
-    Taints beyond `limits` are left out, least severe first.
+    Informational reasons have the effect None, except for a configured `unmonitored`. API servers before Kubernetes
+    1.35 refuse the whole slice if it has a taint with the effect None.
     """
 
     effects: Mapping[str, Effect] = field(default_factory=dict)
@@ -63,8 +62,6 @@ DEFAULT_POLICY = TaintPolicy()
 
 
 class MadeInstance(NamedTuple):
-    """The current instance of a MIG device that was created on demand. `uuid` identifies the MIG device."""
-
     gpu_instance_id: int
     compute_instance_id: int
     uuid: str | None
@@ -73,10 +70,10 @@ class MadeInstance(NamedTuple):
 def device_reasons(
     device: OfferedDevice, states: HealthStates, instances: Mapping[str, MadeInstance]
 ) -> tuple[Reason, ...]:
-    """Return all reasons that affect a device, worst first: those of its GPU and of its instance.
+    """Return the reasons of a device's GPU and of its instance, worst first.
 
-    MIG devices have no NVLink, so links and fabric do not affect them. Reasons of an earlier instance with the
-    same IDs are ignored. `instances` has the existing MIG devices that were created on demand, by device name.
+    MIG devices have no NVLink, so links and fabric do not affect them. An earlier instance with the same IDs is
+    ignored.
     """
     uuid = _uuid_of(device, instances)
     found = [
@@ -90,7 +87,6 @@ def device_reasons(
 
 
 def instances_by_device(ledger: Iterable[OwnedInstance]) -> Mapping[str, MadeInstance]:
-    """Return the instance of each MIG device that was created on demand, by device name, from the ledger."""
     return {
         owned.device: MadeInstance(owned.gpu_instance_id, owned.compute_instance_id, owned.uuid)
         for owned in ledger
@@ -99,7 +95,6 @@ def instances_by_device(ledger: Iterable[OwnedInstance]) -> Mapping[str, MadeIns
 
 
 def device_targets(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> tuple[HealthTarget, ...]:
-    """Return the targets whose health affects the device."""
     match device:
         case StaticMigDevice(_, _, mig):
             return targets_of_mig(mig)
@@ -120,13 +115,10 @@ def device_taints(
     pending: Withholding | None = None,
     layout: GpuLayout | None = None,
 ) -> tuple[JsonObject, ...]:
-    """Return the taints of a device in wire format, one per key, sorted by key.
+    """Return the taints in wire format, one per key, sorted by key: the worst reason, then the oldest.
 
-    `pending` is what withholds the device, such as a cleanup that an ended claim left; `layout` is the MIG layout
-    of its GPU.
-    A fabric that was not ready when discovery read the GPU remains a reason until discovery reads it again,
-    whatever polls report, because the published device lacks its fabric attributes until then. If several
-    reasons have the same key, the worst is used; of equally bad ones, the oldest.
+    A fabric that was not ready when discovery read the GPU remains a reason until discovery reads it again, whatever
+    polls report, because the published device lacks its fabric attributes until then.
     """
     reasons = [*device_reasons(device, states, instances), *_unready_fabric(device)]
     if pending is not None:
@@ -148,12 +140,10 @@ def _unready_fabric(device: OfferedDevice) -> Iterable[Reason]:
 
 
 def _reason_of(pending: Withholding) -> Reason:
-    """Return what withholds a device as a reason not to use a device that is otherwise healthy."""
     return Reason(CLEANUP, pending.kinds[0], Severity.UNHEALTHY, pending.since, pending.since, pending.text)
 
 
 def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObject, ...]:
-    """Like `device_taints`, from reasons only. A lost GPU gets no taint `unmonitored`."""
     ranked = sorted(reasons, key=_rank)
     is_lost = any(reason.key == LOST and reason.severity == Severity.LOST for reason in ranked)
     chosen: dict[str, tuple[Reason, Effect]] = {}
@@ -169,7 +159,6 @@ def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObjec
 
 
 def keep_away(taints: Iterable[JsonObject]) -> bool:
-    """Whether these taints keep new pods away."""
     return any(taint["effect"] in _KEEP_AWAY for taint in taints)
 
 
@@ -178,9 +167,9 @@ def is_withdrawn(
 ) -> bool:
     """Whether a device is removed from the slices on a cluster where taints have no effect.
 
-    A device that a claim holds stays: no other claim gets it, and readers of the slices find it. A shared device
-    without counters is removed, because other claims would get a share. A device with counters stays, because the
-    scheduler would ignore the counters of a removed device, and allocate its part of the GPU again.
+    A device that a claim holds stays for readers of the slices. If it is shared, it stays only with counters: without
+    them, other claims would get a share. With them, the scheduler would ignore the counters of a removed device, and
+    allocate its part of the GPU again.
     """
     if not keep_away(taints):
         return False
@@ -193,7 +182,6 @@ def withdrawals(
     records: Iterable[ClaimRecord],
     sharing: SharingPolicy,
 ) -> Callable[[OfferedDevice], bool]:
-    """Return `is_withdrawn` as a function of the device, for the current claims."""
     held = {held.device for record in records for held in record.devices if not held.admin_access}
 
     def withdrawn(device: OfferedDevice) -> bool:
@@ -204,12 +192,10 @@ def withdrawals(
 
 
 def rfc3339(at: int) -> str:
-    """Format seconds since 1970 like the API server, for example `2026-08-07T12:00:00Z`."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _uuid_of(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> str | None:
-    """Return the device's current UUID; None if the UUID is unknown or the device does not exist."""
     if isinstance(device, DynamicMigDevice):
         made = instances.get(device.name)
         return None if made is None else made.uuid
@@ -224,7 +210,6 @@ def _is_about(state: HealthState, uuid: str | None) -> bool:
 
 
 def _rank(reason: Reason) -> tuple[int, int, str, int, str]:
-    """Sort key: worst first, then oldest; Xids of the same second by number."""
     return (-reason.severity, reason.since, reason.key, len(reason.value), reason.value)
 
 

@@ -1,11 +1,8 @@
-"""The meaning of each Xid number for new and for running work, as data.
+"""The meaning of each Xid number, as data.
 
-`CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs, reworded: what happened, and what NVIDIA
-recommends first. What follows from an action is the plugin's policy, not NVIDIA's.
-
-If the number alone does not decide, because it is not in the catalog or its sub-codes differ, the plugin relies on
-NVML's recovery action, which it reads after each Xid. Older NVIDIA drivers report no recovery action (the catalog
-mentions it from R565 on); with these drivers, such an Xid keeps new work away.
+`CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs, reworded. What follows from an action is the
+plugin's policy. If the number alone does not decide, the plugin relies on NVML's recovery action. Older NVIDIA drivers
+report none (the catalog mentions it from R565 on); then such an Xid keeps new work away.
 """
 
 from __future__ import annotations
@@ -21,10 +18,10 @@ from dra_driver.model.health import Severity
 class Action:
     """The catalog's immediate action for an Xid, and what follows from it.
 
-    `severity` None means that the Xid says nothing about the GPU, for example a program's fault; if it is `undecided`,
-    NVML's recovery action decides. `advice` ends the text of an Xid; if it `ends_work`, only of one that does more than
-    inform. `remedy` is a key in `model.remedies`, unused for a program's fault. Time ends a program's fault; any other
-    bad Xid lasts until a reset, or until NVML requests no action.
+    `severity` None means that the Xid says nothing about the GPU; if it is `undecided`, NVML's recovery action decides.
+    `advice` ends the text of an Xid; if it `ends_work`, only of one that does more than inform. `remedy` is a key in
+    `model.remedies`. Time ends a program's fault; any other bad Xid lasts until a reset, or until NVML requests no
+    action.
     """
 
     name: str
@@ -37,8 +34,6 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """An entry of the catalog."""
-
     action: Action
     text: str
 
@@ -137,15 +132,13 @@ CATALOG: Final[Mapping[int, CatalogEntry]] = {
     )
     for number in numbers
 }  # fmt: skip
-"""The immediate action and the meaning of each Xid."""
 
 RECOVERY_ACTION_CHANGED: Final = 154
-"""Means only that NVML's recovery action has changed, which is read anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class XidPolicy:
-    """Xids that the operator has configured as ignored or fatal, in addition to the known ones; `fatal` wins."""
+    """Xids that the operator has configured; `fatal` wins."""
 
     ignored: frozenset[int] = frozenset()
     fatal: frozenset[int] = frozenset()
@@ -155,16 +148,12 @@ NO_CHANGES = XidPolicy()
 
 
 def action_of(number: int) -> Action:
-    """Return the catalog's action; one without a name if the catalog has none, or lacks the Xid."""
     entry = CATALOG.get(number)
     return _NONE if entry is None else entry.action
 
 
 def severity_of_xid(number: int, policy: XidPolicy, *, reports_action: bool) -> Severity | None:
-    """Return the severity of an Xid; None if it says nothing about the GPU.
-
-    `reports_action` means that the NVIDIA driver reports a recovery action for this GPU.
-    """
+    """Return the severity of an Xid; None if it says nothing about the GPU."""
     if number in policy.fatal:
         return Severity.UNHEALTHY
     if number in policy.ignored:
@@ -176,7 +165,6 @@ def severity_of_xid(number: int, policy: XidPolicy, *, reports_action: bool) -> 
 
 
 def remedy_of_xid(number: int) -> str:
-    """Return the key in `model.remedies` of an Xid that does more than inform."""
     action = action_of(number)
     return "program-xid" if action.is_program_fault else action.remedy
 
@@ -184,8 +172,7 @@ def remedy_of_xid(number: int) -> str:
 def xid_text(number: int, severity: Severity) -> str:
     """Return a text such as `Xid 79: the GPU fell off the bus; reboot the node`.
 
-    The text has no action if the catalog recommends none, and no explanation if the catalog lacks the Xid. An Xid that
-    only informs gives no reason for a reset or a reboot.
+    An Xid that only informs gives no reason for a reset or a reboot.
     """
     entry, action = CATALOG.get(number), action_of(number)
     shows_action = action.advice and (severity > Severity.INFORMATION or not action.ends_work)

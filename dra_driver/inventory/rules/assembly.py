@@ -1,5 +1,6 @@
-"""Builds the inventory from NVML, the PCI bus and the previous inventory, and decides which hardware changes
-matter. It also computes NVLink domains: a deterministic partition of GPUs into fully connected groups.
+"""Builds the inventory from NVML, the PCI bus and the previous inventory, and decides which changes matter.
+
+It also computes NVLink domains: a deterministic partition of GPUs into fully connected groups.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from dra_driver.model.units import counted
 
 
 def unanswering(gpus: Sequence[Gpu], before: Inventory | None) -> tuple[Gpu, ...]:
-    """Return the previously known GPUs with a PCI address that are missing from `gpus`."""
     if before is None:
         return ()
     answering = {gpu.uuid for gpu in gpus} | {gpu.pci_bus_id for gpu in gpus}
@@ -31,7 +31,6 @@ def unanswering(gpus: Sequence[Gpu], before: Inventory | None) -> tuple[Gpu, ...
 
 
 def with_unready_since(gpu: Gpu, before: Inventory | None, now: int) -> Gpu:
-    """Return the GPU. If its fabric is not ready, add the time at which this state was first seen."""
     fabric = gpu.unready_fabric
     if fabric is None:
         return gpu
@@ -47,13 +46,13 @@ def assembled(
     functions: Collection[str],
     before: Inventory | None,
 ) -> Inventory:
-    """Return the inventory `read` with the offered `gpus` and the `lost` ones, which keep their NVLink domain.
+    """Return the inventory `read` with the offered `gpus` and the `lost` ones.
 
-    Lost GPUs and those that are partitioned on demand keep their names, because MIG mode changes the minor
-    number. `functions` are the PCI bus IDs of NVIDIA GPUs on the bus; a GPU that NVML does not list is a fault.
+    Lost GPUs and those that are partitioned on demand keep their names, because MIG mode changes the minor number. A
+    GPU in `functions` (PCI bus IDs) that NVML does not list is a fault.
 
-    Raises: NvmlUnavailableError if the bus has GPUs but NVML lists none. On a new node the NVIDIA driver's
-    files appear before its GPUs are bound, and an empty pool would be wrong.
+    Raises: NvmlUnavailableError if the bus has GPUs but NVML lists none: on a new node the NVIDIA driver's files appear
+    before its GPUs are bound, and an empty pool would be wrong.
     """
     hidden = sorted(set(functions).difference(gpu.pci_bus_id for gpu in gpus))
     if not gpus and not lost:
@@ -94,29 +93,21 @@ def _refuse_empty(faults: Sequence[DiscoveryFault], hidden: Sequence[str]) -> No
 
 @dataclass(frozen=True, slots=True)
 class HardwareFingerprint:
-    """What the host and NVML show at one moment; `nvml` is None without NVML."""
-
     host: HostFingerprint
     nvml: NvmlFingerprint | None = None
 
     @property
     def lost_some(self) -> bool:
-        """Whether a GPU did not answer."""
         return None in (self.nvml or ())
 
 
 def is_other_hardware(now: HostFingerprint, before: HostFingerprint) -> bool:
-    """Whether GPUs appeared or disappeared, or the NVIDIA driver was reloaded, so that NVML must be initialised
-    again.
-    """
+    """Whether NVML must be initialised again."""
     return replace(now, instances={}) != replace(before, instances={})
 
 
 def repartitioned_gpus(now: HardwareFingerprint, before: HardwareFingerprint) -> frozenset[str] | None:
-    """Return the UUIDs of the GPUs whose MIG mode, minor number or instances differ.
-
-    None if anything else differs too, or if the affected GPU is unknown.
-    """
+    """Return the GPUs whose MIG mode, minor number or instances differ; None if anything else may differ too."""
     if _without_mig(now) != _without_mig(before):
         return None
     pairs = list(zip(now.nvml or (), before.nvml or (), strict=True))
@@ -144,22 +135,17 @@ def _others(values: Mapping[str, Hashable]) -> Mapping[str, Hashable]:
 
 
 def differs(now: Inventory, before: Inventory | None) -> bool:
-    """Whether there is anything to publish or report.
-
-    The minor number of a GPU that is partitioned on demand is ignored: MIG mode changes it, and it is read
-    again when needed.
-    """
+    """Whether there is anything to publish or report. Minor numbers that MIG mode changes are ignored."""
     return (
         before is None or now.gpu_names != before.gpu_names or _without_minors(now) != _without_minors(before)
     )
 
 
 def is_other_nvlink(known: Inventory | None, gpu_uuid: str, polled: PolledHealth) -> bool:
-    """Whether a poll found a different number of active NVLinks, or a different fabric registration, than the inventory
-    has.
+    """Whether a poll found other active NVLinks, or another fabric registration, than the inventory has.
 
-    Values that the poll could not read are ignored. A GPU that is partitioned on demand keeps both values in the
-    inventory while it is in MIG mode, so for such a GPU only a different fabric counts.
+    A GPU that is partitioned on demand keeps both values while it is in MIG mode, so for such a GPU only a different
+    fabric counts.
     """
     gpu = next((gpu for gpu in known.gpus if gpu.uuid == gpu_uuid), None) if known is not None else None
     if gpu is None:
@@ -189,7 +175,6 @@ Pair = frozenset[str]
 
 
 def with_nvlink_domains(found: Inventory) -> Inventory:
-    """Add NVLink domains to the inventory, from the fabrics and the GPU pairs that NVML found reachable."""
     domains = nvlink_domains(found.gpus, found.reachable_pairs)
     return replace(found, nvlink_domains={**domains, **found.nvlink_domains})
 
@@ -197,13 +182,11 @@ def with_nvlink_domains(found: Inventory) -> Inventory:
 def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[str, str]:
     """Return the NVLink domain of each GPU that has one, by UUID.
 
-    `reachable` maps pairs of UUIDs that reach each other over NVLink to a weight: the number of links between
-    them, or any positive number behind a switch. GPUs with an equal domain reach each other pairwise, so a claim can
-    use the domain as `matchAttribute`. A multi-node fabric names its own domains; if there are several, the one with
-    most of the GPUs is used.
+    `reachable` maps pairs of UUIDs to the number of links between them, or any positive number behind a switch. GPUs
+    with an equal domain reach each other pairwise, so a claim can use the domain as `matchAttribute`. Only a multi-node
+    fabric gives a single GPU a domain.
 
-    A GPU in MIG mode has no domain, because MIG disables peer access. A GPU that leaves MIG mode when a claim gets the
-    whole GPU is treated as if it were not in MIG mode. A single GPU has a domain only in a multi-node fabric.
+    A GPU in MIG mode has no domain, because MIG disables peer access, unless it leaves MIG mode for a claim.
     """
     whole = [gpu for gpu in gpus if gpu.can_be_whole]
     domains = _fabric_domains({gpu.uuid: gpu.fabric.domains for gpu in whole if gpu.fabric is not None})
@@ -220,10 +203,9 @@ def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[s
 
 
 def _fabric_domains(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return one domain for each GPU that has any, by UUID.
+    """Return one domain for each GPU that has any: the one with most GPUs.
 
-    If several domains have equally many GPUs, the one that the first GPU names first is used, so that nodes with equal
-    GPUs choose the same domain.
+    Among equals, the one that the first GPU names first is used, so that nodes with equal GPUs choose the same domain.
     """
     chosen: dict[str, str] = {}
     remaining = {uuid: names for uuid, names in choices.items() if names}
@@ -237,7 +219,7 @@ def _fabric_domains(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def _heaviest_clique(uuids: Sequence[str], reachable: Mapping[Pair, int]) -> tuple[str, ...]:
-    """Return the largest fully connected group; among equals, the one with most links, then the first in order."""
+    """Prefer the largest fully connected group, then the one with most links, then the first in order."""
     neighbours = {
         uuid: {other for other in uuids if other != uuid and reachable.get(frozenset((uuid, other)), 0) > 0}
         for uuid in uuids

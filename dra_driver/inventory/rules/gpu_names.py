@@ -1,5 +1,3 @@
-"""The device names of GPUs, and the names by which users may refer to a GPU."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +13,6 @@ _MAX_NAMED = 5
 
 
 def held_gpu_names(records: Iterable[ClaimRecord]) -> Mapping[str, str]:
-    """Return the device names that GPUs have in records, by UUID."""
     return {
         held.gpu_uuid: gpu_of_device(held.device)
         for record in records
@@ -25,10 +22,7 @@ def held_gpu_names(records: Iterable[ClaimRecord]) -> Mapping[str, str]:
 
 
 def refuse_other_names(device_names: Literal["uuid", "minor"], records: Sequence[ClaimRecord]) -> None:
-    """Raise InvalidConfigError if records have devices with the other kind of name.
-
-    Their claims could not be prepared again, because no device would have such a name.
-    """
+    """Raise InvalidConfigError if records have devices with the other kind of name, which no device would have."""
     other = "uuid" if device_names == "minor" else "minor"
     found = {
         f"{record.ref.namespace}/{record.ref.name} ({held.device})": None
@@ -50,10 +44,8 @@ def named_gpus(
 ) -> frozenset[str]:
     """Return the UUIDs of the GPUs with these device names, UUIDs, indices or PCI bus IDs. Case is ignored.
 
-    `inventory` is what NVML shows; None if NVML was not queried. `known` maps other known names to UUIDs, such as the
-    name of a lost GPU. `is_whole` means that NVML shows every GPU on the bus; otherwise the indices may have shifted.
-
-    Raises: InvalidConfigError for an unknown or ambiguous name.
+    `known` maps other known names to UUIDs, such as the name of a lost GPU. Unless `is_whole`, NVML does not show every
+    GPU on the bus, and the indices may have shifted. Raises: InvalidConfigError.
     """
     found = {name.lower(): uuid for name, uuid in known.items()}
     indices: dict[str, str] = {}

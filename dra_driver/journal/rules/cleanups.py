@@ -1,8 +1,5 @@
-"""Decides which cleanups are pending: ledger entries whose claims no longer need them.
-
-Until the cleanup, the devices that `KeptStep.withholds` names are withheld, and a Prepare that needs their GPU does the
-cleanup first. A setting that an active claim also needs is not undone; the active claim's own entry stays. A reboot
-undoes everything except the directories of MPS daemons.
+"""Decides which cleanups are pending: ledger entries whose claims no longer need them. What an active claim
+also needs is not undone.
 """
 
 from __future__ import annotations
@@ -20,9 +17,8 @@ from dra_driver.model.steps import LEDGER_STEPS, AnyStep, FileStep, LedgerStep
 
 S = TypeVar("S", bound=AnyStep)
 Detail = OwnedInstance | OwnedMode | OwnedCard | SettingBefore
-"""What a step found or created on a GPU."""
 Thing = tuple[str, str]
-"""What a step sets: the kind of its cleanup, and a GPU or device."""
+"""The kind of a step's cleanup, and a GPU or device."""
 CLEANUP_KINDS: tuple[str, ...] = tuple(step.cleanup for step in LEDGER_STEPS)
 
 
@@ -30,7 +26,7 @@ CLEANUP_KINDS: tuple[str, ...] = tuple(step.cleanup for step in LEDGER_STEPS)
 class LedgerEntry:
     """A step that was done, or is about to be done, for a claim in boot `boot_id`.
 
-    `ended` is when the claim ended, in seconds since 1970, and `cause` is why the last undo failed; both are None
+    `ended` is when the claim ended (seconds since 1970), `cause` why the last undo failed; both are None
     before the first try.
     """
 
@@ -42,21 +38,18 @@ class LedgerEntry:
 
     @property
     def key(self) -> tuple[str, LedgerStep]:
-        """The key of the entry. A claim has each step at most once."""
         return self.claim.uid, self.step
 
     @property
     def home(self) -> str:
-        """The UUID of the GPU whose ledger has the entry: the first GPU of its step."""
+        """The GPU whose ledger has the entry."""
         return min(self.step.gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCleanup:
-    """What must still be undone for one ended claim. `name` is the claim's UID.
-
-    `record` contains the claim's data from the ledgers, and `steps` are the steps to undo. `since` is when the claim
-    ended, in seconds since 1970. `cause` is why the last try failed; None before the first try.
+    """What must still be undone for one ended claim. `name` is the claim's UID, `since` is as `ended` in its
+    entries.
     """
 
     name: str
@@ -67,16 +60,13 @@ class PendingCleanup:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of the steps to undo, without duplicates."""
         return tuple(dict.fromkeys(step.cleanup for step in self.steps))
 
     def withholds(self, boot_id: str | None) -> bool:
-        """Whether a device is withheld until this cleanup is done."""
         return boot_id in (None, self.record.boot_id) and any(step.withholds for step in self.steps)
 
     @property
     def text(self) -> str:
-        """One sentence: what is pending for which claim, why, and what to do."""
         pending = ", ".join(step.undoing for step in self.steps)
         worst = max(self.steps, key=lambda step: LEDGER_STEPS.index(type(step)))  # it is undone first
         cause = f": {self.cause}" if self.cause else ""
@@ -85,8 +75,8 @@ class PendingCleanup:
 
 @dataclass(frozen=True, slots=True)
 class UnreadLedger:
-    """A GPU's ledger that a newer release wrote, at `since` seconds since 1970. Nothing is known about its cleanups, so
-    it withholds every device of the GPU.
+    """A newer release's ledger, written at `since` (seconds since 1970). It withholds every device of the
+    GPU, because its cleanups are unknown.
     """
 
     gpu_uuid: str
@@ -95,34 +85,24 @@ class UnreadLedger:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Like `PendingCleanup.kinds`."""
         return ("unknown",)
 
     @property
     def text(self) -> str:
-        """One sentence: which GPU gets no new claims, why, and what to do."""
         return f"GPU {self.gpu_uuid} gets no new claims: {self.why}"
 
 
 Withholding = PendingCleanup | UnreadLedger
-"""Why a device is withheld."""
 
 
 def counts(item: LedgerEntry | Detail, boot_id: str | None) -> bool:
-    """Whether a ledger item is still valid: no reboot has undone it. A reboot does not remove the directory of an MPS
-    daemon.
-
-    Without a `boot_id`, every item is valid.
-    """
+    """Whether no reboot has undone the item. Without a `boot_id`, every item is valid."""
     return boot_id in (None, item.boot_id) or (isinstance(item, LedgerEntry) and item.step.outlives_reboot)
 
 
 def has_ended(
     entry: LedgerEntry, records: Mapping[str, ClaimRecord], without_record: Collection[str]
 ) -> bool:
-    """Whether no claim still needs the entry: its claim's record does not name the step, and the claim is not in
-    `without_record`.
-    """
     record = records.get(entry.claim.uid)
     return entry.claim.uid not in without_record if record is None else entry.step not in record.steps
 
@@ -130,10 +110,7 @@ def has_ended(
 def pending_cleanups(
     entries: Iterable[LedgerEntry], needed: Sequence[LedgerStep], since: Callable[[LedgerEntry], int]
 ) -> list[PendingCleanup]:
-    """Return one pending cleanup for each ended claim, ordered by UID.
-
-    Leaves out a step that sets the same thing as a `needed` step, because another claim still uses it.
-    """
+    """Return one for each ended claim, ordered by UID, without steps that set the same as a `needed` one."""
     ended: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         ended.setdefault(entry.claim.uid, []).append(entry)
@@ -160,18 +137,15 @@ def _pending(
 
 
 def without(steps: Iterable[LedgerStep], kept: Collection[Thing]) -> tuple[LedgerStep, ...]:
-    """Return the steps that set nothing in `kept`, so that the same thing is undone only once."""
     return tuple(step for step in steps if things([step]).isdisjoint(kept))
 
 
 def things(steps: Iterable[LedgerStep]) -> frozenset[Thing]:
-    """Return what the steps set."""
     return frozenset((step.cleanup, name) for step in steps for name in step.sets)
 
 
 def by_gpus(steps: Iterable[S]) -> list[tuple[frozenset[str], list[S]]]:
-    """Group the steps by the GPUs that they change; a group keeps the order of its steps. Leaves out steps that
-    only write files.
+    """Group the steps by the GPUs that they change, without steps that only write files.
 
     No GPU is in two groups, so groups can run in parallel. An MPS daemon of several GPUs merges their groups.
     """
@@ -186,7 +160,6 @@ def by_gpus(steps: Iterable[S]) -> list[tuple[frozenset[str], list[S]]]:
 def withholding(
     cleanups: Iterable[PendingCleanup], device: OfferedDevice, boot_id: str
 ) -> PendingCleanup | None:
-    """Return the first pending cleanup that withholds a device; None if there is none."""
     names = (device.name, device.gpu.uuid)
     return next(
         (

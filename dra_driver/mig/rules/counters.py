@@ -1,8 +1,7 @@
-"""Expresses MIG on demand as counters: which devices a GPU can have, and which of them fit together.
+"""Expresses MIG on demand as counters, which admit exactly the sets of devices that fit together on a GPU.
 
-Every GPU has a counter set with the amounts of all its engines and one counter for each memory slice. Each
-device consumes its part, and the whole GPU consumes everything. The names are those of NVIDIA's own driver,
-because quota systems rely on them. The counters admit exactly the sets of devices that fit on the hardware.
+Every GPU has a counter set with its engines and one counter for each memory slice. Each device consumes its part, and
+the whole GPU everything. The names are those of NVIDIA's driver, because quota systems rely on them.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ Amounts = Mapping[str, int]
 _MIB = 1 << 20
 _MEMORY = "memory"
 _SHARED_OUT = ("multiprocessors", "copy-engines", _MEMORY)
-"""Counters whose parts are rounded for each profile. For media engines, the total is the number in the largest profile;
-only this total prevents two profiles with a media extension at the same time.
-"""
+"""Counters whose parts are rounded for each profile. For media engines, the total is the number in the largest profile:
+only this prevents two profiles with a media extension at the same time."""
 
 
 def partitioned(raw: Partitioning, withheld: Sequence[GpuInstance], *, offers_whole: bool) -> Partitioning:
     """Return the partitioning with all devices that fit next to the `withheld` instances, in publishing order.
 
-    The scheduler takes the first suitable device. So small profiles come first, profiles with a media
-    extension after those without, and the placements of each profile begin at the end of the memory. Large placements,
-    which begin at the front, thus stay free as long as possible.
+    The scheduler takes the first suitable device. So small profiles come first, profiles with a media extension after
+    those without, and placements from the end of the memory: large ones, which begin at the front, stay free as long as
+    possible.
     """
     possible = _possible(raw.profiles, withheld)
     staying = [instance for instance in withheld if not instance.leaving]
@@ -66,23 +64,21 @@ def fits_beside(
     profile: MigProfile,
     placement: Placement,
 ) -> bool:
-    """Whether one more instance fits on the hardware next to the `instances`."""
     left = _left(profiles, instances)
     return _fits(_use(profile, placement, left), left)
 
 
 def has_counters(gpu: Gpu) -> bool:
-    """Whether the scheduler counts the GPU's devices, because MIG devices can be created on it."""
     return gpu.partitioning is not None and bool(gpu.partitioning.possible)
 
 
 def is_counted(gpu: Gpu, inventory: Inventory) -> bool:
-    """Whether the GPU has a counter set: it `has_counters`, or both containers and virtual machines may get the GPU."""
+    """Also without MIG devices, if both containers and virtual machines may get the GPU."""
     return has_counters(gpu) or (gpu.uuid in inventory.cards_by_gpu and gpu.uuid not in inventory.under_vfio)
 
 
 def counter_set(gpu_name: str, gpu: Gpu) -> JsonObject:
-    """Return one entry of `spec.sharedCounters`: the GPU's amounts minus those of withheld instances.
+    """Return one entry of `spec.sharedCounters`, without the amounts of withheld instances.
 
     A GPU without MIG devices has one counter, so that it goes either to containers or to a virtual machine.
     """
@@ -95,7 +91,7 @@ def counter_set(gpu_name: str, gpu: Gpu) -> JsonObject:
 def consumed_counters(
     device: WholeGpu | DynamicMigDevice | VfioDevice, counters: JsonObject
 ) -> list[JsonObject]:
-    """Return a device's `consumesCounters`: its part of its GPU's `counter_set`. A whole GPU consumes everything."""
+    """Return `consumesCounters`: the device's part of its GPU's `counter_set`."""
     if isinstance(device, DynamicMigDevice):
         consumed = _wire(_use(device.profile, device.placement, counters["counters"]))
     else:
@@ -130,7 +126,6 @@ def _instances(profile: MigProfile) -> str:
 
 
 def _use(profile: MigProfile, placement: Placement, counters: Mapping[str, object]) -> Amounts:
-    """Return the amounts that an instance consumes of a set with these `counters`; memory in MiB."""
     counted = {_instances(profile): 1} if _instances(profile) in counters else {}
     return {**_amounts(profile), **_slices(placement), **counted}
 
@@ -140,9 +135,7 @@ def _fits(use: Amounts, left: Amounts) -> bool:
 
 
 def _left(profiles: tuple[PlacedProfile, ...], withheld: Iterable[GpuInstance]) -> dict[str, int]:
-    """Return the totals minus the amounts that the `withheld` instances consume. An instance of an unknown profile
-    consumes only its slices.
-    """
+    """Count only the slices of an instance of an unknown profile."""
     left = dict(_totals(profiles))
     known = {row.profile.profile_id: row.profile for row in profiles}
     for instance in withheld:
@@ -156,7 +149,7 @@ def _left(profiles: tuple[PlacedProfile, ...], withheld: Iterable[GpuInstance]) 
 
 @lru_cache(maxsize=32)
 def _totals(profiles: tuple[PlacedProfile, ...]) -> Amounts:
-    """All counters of an empty GPU; memory in MiB."""
+    """Return all counters of an empty GPU; memory in MiB."""
     scarce = frozenset(row.profile.profile_id for row in profiles if _runs_out(row))
     totals: dict[str, int] = {}
     for name in _amounts(profiles[0].profile) if profiles else ():
@@ -184,15 +177,13 @@ def _runs_out(row: PlacedProfile) -> bool:
 
 
 def _bounded(profile: MigProfile, totals: Amounts) -> bool:
-    """Whether the `totals` alone already exclude more than `max_instances` instances of the profile."""
+    """Whether the `totals` alone exclude more than `max_instances` instances."""
     above = profile.max_instances + 1
     return any(amount * above > totals[name] for name, amount in _amounts(profile).items())
 
 
 def _most_at_once(profiles: tuple[PlacedProfile, ...], scarce: frozenset[int], name: str) -> int:
-    """Return the largest amount of a counter that instances can use at the same time, with at most `max_instances`
-    instances of each `scarce` profile.
-    """
+    """Return the most of a counter that instances can use at once, within `max_instances` of each `scarce` profile."""
     options: dict[int, list[tuple[int, MigProfile, int]]] = {}
     for row in profiles:
         amount = _amounts(row.profile)[name]
@@ -202,7 +193,7 @@ def _most_at_once(profiles: tuple[PlacedProfile, ...], scarce: frozenset[int], n
 
     @cache
     def best(position: int, spent: tuple[int, ...]) -> int:
-        """Return the largest amount from slice `position` on; `spent` are the scarce profiles used before it."""
+        """`spent` are the scarce profiles used before slice `position`."""
         start = next((entry for entry in starts if entry >= position), None)
         if start is None:
             return 0

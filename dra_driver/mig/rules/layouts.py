@@ -1,9 +1,7 @@
-"""MIG layouts: which instances each GPU of a node should have, as in NVIDIA's mig-parted, and their
-placements.
+"""MIG layouts: which instances each GPU of a node should have, as in NVIDIA's mig-parted, and their placements.
 
-A layout is a list of entries. An entry applies to all GPUs or to some by index, in PCI order, and can be
-limited to GPUs with certain PCI IDs. If several entries match a GPU, the last one applies, as with
-mig-parted. A GPU without a matching entry is not changed.
+An entry applies to all GPUs or to some by index, in PCI order, and can be limited to certain PCI IDs. The last matching
+entry applies, as with mig-parted. A GPU without one is not changed.
 """
 
 from __future__ import annotations
@@ -27,9 +25,7 @@ _NO_MIG = "the GPU has no MIG"
 
 @dataclass(frozen=True, slots=True)
 class LayoutTarget:
-    """The desired state of one GPU: its MIG mode, and an instance at each of the `slots`. With `only_mode` the
-    instances are not changed.
-    """
+    """With `only_mode` the instances are not changed."""
 
     mode: bool
     slots: tuple[tuple[PlacedProfile, Placement], ...] = ()
@@ -41,25 +37,22 @@ class LayoutRefusedError(ValueError):
 
 
 class NoMigError(LayoutRefusedError):
-    """The GPU has no MIG. No entry names it, so the layout is meant for the other GPUs."""
+    """No entry names the GPU, so the layout is meant for the other GPUs."""
 
     def __init__(self) -> None:
         super().__init__(_NO_MIG)
 
 
 def layout_gpus(inventory: Inventory) -> list[tuple[int, Gpu]]:
-    """Return the GPUs that NVML can read, with their index in a layout.
-
-    A GPU in a virtual machine or a lost GPU counts, so that the other GPUs keep their indices.
-    """
+    """Return the GPUs that NVML can read, with their index among all GPUs."""
     away = inventory.lost_uuids | inventory.under_vfio.keys()
     return [(index, gpu) for index, gpu in enumerate(inventory.offered_gpus) if gpu.uuid not in away]
 
 
 def absent_indices(name: str, layouts: Layouts, count: int) -> list[int]:
-    """Return the indices that entries of a layout name, but a node with `count` GPUs does not have.
+    """Return the indices that a node with `count` GPUs does not have.
 
-    An entry with filters may be meant for other nodes, so its indices do not count.
+    Ignores entries with filters, which may be meant for other nodes.
     """
     named = (entry.devices or () for entry in layouts.get(name, ()) if not entry.filters)
     return sorted({index for devices in named for index in devices if index >= count})
@@ -68,7 +61,7 @@ def absent_indices(name: str, layouts: Layouts, count: int) -> list[int]:
 def entry_for(
     name: str, layouts: Layouts, index: int, pci_id: str | None, profiles: Sequence[PlacedProfile]
 ) -> LayoutEntry | None:
-    """Return the named layout's entry for the GPU with this index in PCI order and PCI ID; None if none matches.
+    """Return the named layout's entry for the GPU with this index in PCI order and PCI ID.
 
     `profiles` is empty for a GPU without MIG. Raises: LayoutRefusedError if there is no such layout; NoMigError.
     """
@@ -87,7 +80,7 @@ def entry_for(
 
 
 def generated_names(profiles: Sequence[PlacedProfile]) -> tuple[str, ...]:
-    """Return the names of the layouts that exist without any configuration."""
+    """Return the layouts that exist without any configuration."""
     by_profile = [_GENERATED + _in_name(row.profile.name) for row in profiles]
     return ("all-disabled", "all-enabled", "all-balanced", *sorted(by_profile))
 
@@ -118,9 +111,7 @@ def _in_name(profile: str) -> str:
 
 
 def _balanced(profiles: Sequence[PlacedProfile]) -> Mapping[str, int]:
-    """Return the counts of `all-balanced`: two instances with one slice, one with two and one with three, reduced to
-    what fits on the GPU.
-    """
+    """Return two instances with one slice, one with two and one with three, as far as they fit."""
     plain = [row.profile for row in profiles if row.profile.name.partition("gb")[2] == ""]
     smallest = {
         slices: min(
@@ -140,8 +131,8 @@ def target_of(
 ) -> LayoutTarget:
     """Return the desired state of a GPU for an entry, with a placement for each instance.
 
-    Matching instances keep their place if the remaining instances then still fit. Instances at the `fixed` slots always
-    keep their place. Raises: LayoutRefusedError if the GPU cannot have the layout.
+    Matching instances keep their place if the others then still fit; those at the `fixed` slots always do. Raises:
+    LayoutRefusedError if the GPU cannot have the layout.
     """
     if not profiles and entry.mode:
         raise LayoutRefusedError(_NO_MIG)
@@ -170,7 +161,6 @@ def target_of(
 
 
 def is_placeable(counts: Mapping[str, int], profiles: Sequence[PlacedProfile]) -> bool:
-    """Whether all these instances fit on an empty GPU."""
     return _placed(_wanted(counts, {row.profile.name: row for row in profiles}), profiles, ()) is not None
 
 
@@ -188,7 +178,7 @@ def largest_that_fits(counts: Mapping[str, int], profiles: Sequence[PlacedProfil
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """Return the counts for display: `2 x 1g.10gb and 1 x 3g.40gb`."""
+    """Return for example `2 x 1g.10gb and 1 x 3g.40gb`."""
     return " and ".join(f"{count} x {name}" for name, count in sorted(counts.items())) or "no instance"
 
 
@@ -206,7 +196,7 @@ def _order(row: PlacedProfile) -> tuple[int, int, int]:
 
 
 def _wanted(counts: Mapping[str, int], by_name: Mapping[str, PlacedProfile]) -> list[PlacedProfile] | None:
-    """Return every wanted instance, the largest first; None if a profile exceeds its maximum."""
+    """Return every instance, the largest first; None if a profile exceeds its maximum."""
     if any(count > by_name[name].profile.max_instances for name, count in counts.items()):
         return None
     rows = sorted((by_name[name] for name, count in counts.items() if count), key=_order)
@@ -219,7 +209,7 @@ def _placed(
     kept: Sequence[GpuInstance],
     must_keep: Sequence[GpuInstance] = (),
 ) -> tuple[tuple[PlacedProfile, Placement], ...] | None:
-    """Return a placement for each wanted instance. Matching `kept` instances keep their placement.
+    """Return a placement for each wanted instance. Matching `kept` instances keep theirs.
 
     None if there is no solution, or if one of `must_keep` would not be used.
     """
@@ -249,10 +239,8 @@ def _search(
     used: Sequence[tuple[PlacedProfile, Placement]],
     after: Placement | None = None,
 ) -> list[tuple[PlacedProfile, Placement]] | None:
-    """Return all placements of a solution, including the used ones.
-
-    Identical profiles are adjacent in `left`. Their order does not matter, so only placements after `after`,
-    the placement of the previous one, are tried.
+    """Identical profiles are adjacent in `left`. Their order does not matter, so only placements after `after`, the
+    previous one's, are tried.
     """
     if not left:
         return list(used)

@@ -1,6 +1,4 @@
-"""Which devices of a GPU can be published, and which GPU instances belong to this plugin. An instance that this plugin
-created affects the published devices only after a failed undo.
-"""
+"""Which devices of a GPU can be published, and which GPU instances belong to this plugin."""
 
 from __future__ import annotations
 
@@ -13,16 +11,14 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, MigDevice, OwnedInstance, Partitioning
 
 Slot = tuple[int, int]
-"""Profile ID and first memory slice of a GPU instance, like `GpuInstance.slot`."""
 
 
 def at_slot(entry: OwnedInstance, found: Iterable[GpuInstance]) -> GpuInstance | None:
-    """Return the GPU instance at the slot of the ledger entry; None if there is none."""
     return next((instance for instance in found if instance.slot == entry.slot), None)
 
 
 def is_ours(entry: OwnedInstance, instance: GpuInstance, inside: Sequence[tuple[int, str]]) -> bool:
-    """Whether the instance at the slot of `entry`, with these compute instances, can be the entry's instance."""
+    """Whether the instance at the slot, with these compute instances, can be the entry's instance."""
     if entry.gpu_instance_id not in (None, instance.gpu_instance_id):
         return False
     if entry.uuid is None:
@@ -33,7 +29,7 @@ def is_ours(entry: OwnedInstance, instance: GpuInstance, inside: Sequence[tuple[
 def instances_to_withhold(
     existing: Iterable[GpuInstance], ours: Container[Slot], leaving: Container[Slot]
 ) -> tuple[GpuInstance, ...]:
-    """Return the instances that must not be used for claims: foreign instances, and our own instances in `leaving`."""
+    """Return foreign instances, and our own ones in `leaving`: no claim must use them."""
     return tuple(
         replace(instance, leaving=instance.slot in ours and instance.slot in leaving)
         for instance in existing
@@ -42,7 +38,6 @@ def instances_to_withhold(
 
 
 def is_fully_read(gpu: Gpu, read: Inventory) -> bool:
-    """Whether everything that determines the published devices of a GPU was read."""
     if gpu.uuid in read.unread:
         return False
     return gpu.partitioning is not None or all(fault.subject != f"GPU {gpu.uuid}" for fault in read.faults)
@@ -51,10 +46,7 @@ def is_fully_read(gpu: Gpu, read: Inventory) -> bool:
 def offered_beside(
     gpu: Gpu, raw: Partitioning, foreign: Sequence[GpuInstance], *, mode_is_foreign: bool
 ) -> Gpu:
-    """Return a GPU with the devices that fit next to its `foreign` instances.
-
-    `raw` is its partitioning as read; `mode_is_foreign`: MIG mode is on, and this plugin did not enable it.
-    """
+    """`raw` is the GPU's partitioning as read; `mode_is_foreign`: MIG mode is on, and this plugin did not enable it."""
     return replace(
         gpu,
         partitioning=partitioned(raw, foreign, offers_whole=raw.offers_whole and not mode_is_foreign),
@@ -64,9 +56,7 @@ def offered_beside(
 
 
 def offered_as_before(gpu: Gpu, before: Inventory | None) -> Gpu | None:
-    """Return a GPU with the devices that it had in an earlier inventory; None if it had no partitioning
-    there.
-    """
+    """Return a GPU with its devices of an earlier inventory; None if it had no partitioning there."""
     known = (
         None
         if before is None
@@ -91,7 +81,6 @@ def offered_as_before(gpu: Gpu, before: Inventory | None) -> Gpu | None:
 
 
 def instances_of(gpu: Gpu) -> tuple[GpuInstance, ...]:
-    """Return the GPU instances that contain the MIG devices of a GPU."""
     found = {
         mig.gpu_instance_id: GpuInstance(mig.gpu_instance_id, mig.profile.profile_id, mig.placement)
         for mig in gpu.mig_devices

@@ -1,7 +1,7 @@
-"""Decides the order in which the functions of a card change drivers. No I/O.
+"""Decides the order in which the functions of a card change drivers.
 
 A virtual machine can use an IOMMU group only if no other driver is bound to a function of the group. So all functions
-are first unbound, then bound to vfio. On return, each function goes to its earlier driver.
+are first unbound, then bound to vfio.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Action = Literal["override", "unbind", "probe", "bind"]
 class Move:
     """One write to the kernel.
 
-    `override` sets the only driver that may bind the function (None: any), `unbind` detaches the driver,
-    `probe` lets the kernel choose a driver, `bind` attaches `driver`.
+    `override` sets the only driver that may bind the function (None: any), `unbind` detaches the driver, `probe` lets
+    the kernel choose a driver, `bind` attaches `driver`.
     """
 
     action: Action
@@ -29,14 +29,13 @@ class Move:
 
 
 def are_bound(now: Mapping[str, str | None], vfio_drivers: Collection[str]) -> bool:
-    """Whether every function has one of these drivers; `now` maps each function to its current driver."""
     return all(driver in vfio_drivers for driver in now.values())
 
 
 def to_vfio(now: Mapping[str, str | None], gpu: str, vfio_driver: str) -> Sequence[Move]:
-    """Return the moves that bind the functions to vfio; `now` maps each to its current driver, in bus order.
+    """Return the moves to vfio; `now` maps each function to its current driver, in bus order.
 
-    The function with bus ID `gpu` gets `vfio_driver`, the others plain vfio-pci.
+    The function `gpu` gets `vfio_driver`, the others plain vfio-pci.
     """
     wanted = {bus_id: vfio_driver if bus_id == gpu else VFIO_PCI for bus_id in now}
     moving = [bus_id for bus_id in now if now[bus_id] != wanted[bus_id]]
@@ -53,7 +52,7 @@ def back(
     overrides: Mapping[str, str | None],
     vfio_drivers: Collection[str],
 ) -> Sequence[Move]:
-    """Return the moves that restore each function's driver from `before` and its override from `overrides`.
+    """Return the moves that restore each function's driver and override.
 
     The kernel chooses the driver of a function that is not in `before`. Overrides come last, because an override need
     not name the driver that the function had.

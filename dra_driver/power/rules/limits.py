@@ -17,10 +17,10 @@ from dra_driver.model.steps import ClockDomain, Limit, LockClocks, SetPowerLimit
 
 @dataclass(frozen=True, slots=True)
 class PowerPolicy:
-    """The node's power settings, in watts; None means no setting.
+    """In watts; None means no setting.
 
-    `default_w` is the limit of each GPU without a claim. A claim cannot set more than `max_w` on a GPU. `budget_w`
-    is the sum of the limits of all GPUs that can be in use at the same time.
+    `default_w` is the limit of each GPU without a claim. A claim cannot set more than `max_w` on a GPU. `budget_w` is
+    the sum of the limits of all GPUs that can be in use at the same time.
     """
 
     default_w: int | None = None
@@ -28,15 +28,15 @@ class PowerPolicy:
     budget_w: int | None = None
 
     def counted_w(self, gpu: Gpu) -> int | None:
-        """Return what a GPU uses of the node's budget: its limit without a claim; None if unknown."""
+        """Return what a GPU uses of the node's budget: its limit without a claim."""
         if self.default_w is None or gpu.power_limits_w is None:
             return None if gpu.power_limits_w is None else gpu.power_limit_default_w
         least, most = gpu.power_limits_w
         return min(most, max(least, self.default_w))
 
     def most_w(self, gpu: Gpu) -> int | None:
-        """Return the highest limit that a claim can set on a GPU. With a budget, a claim cannot use more than is
-        counted for its GPU. None if NVML reports no limits.
+        """Return the highest limit that a claim can set on a GPU; with a budget, at most what is counted for the
+        GPU.
         """
         limits = [self.max_w, gpu.power_limits_w and gpu.power_limits_w[1]]
         if self.budget_w is not None:
@@ -48,11 +48,7 @@ NO_POWER_POLICY: Final = PowerPolicy()
 
 
 def watts(milliwatts: int) -> str:
-    """Return a power in watts.
-
-    >>> watts(115_500)
-    '115.5 W'
-    """
+    """Return for example `115.5 W` for 115500."""
     return f"{milliwatts / 1000:g} W"
 
 
@@ -80,7 +76,6 @@ DIFFERENT: Final = "all claims on a GPU need the same limits of power and clocks
 
 
 def limits_on(steps: Iterable[Step], gpu_uuid: str) -> frozenset[Limit]:
-    """Return the limits that the steps of a claim set on a GPU."""
     return frozenset(step for step in steps if isinstance(step, Limit) and step.gpu_uuid == gpu_uuid)
 
 

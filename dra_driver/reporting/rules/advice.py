@@ -4,13 +4,13 @@ A claim that ran for at least ten minutes gets, for its device, the first of the
 
 | Advice | If |
 |---|---|
-| unknown | the busy time is unknown or estimated, for example because claims share the device; or the peak is unknown |
+| unknown | the busy time is unknown or estimated, or the peak is unknown |
 | idle | kernels ran for less than 1 % of the time |
-| profile | a smaller MIG profile that the node offers has enough memory for the peak, and enough multiprocessors |
-| share | the node offers no MIG devices of the product, and several such claims fit on the GPU by memory and by time |
+| profile | a smaller MIG profile of the node has enough memory for the peak, and enough multiprocessors |
+| share | the node offers no MIG devices of the product, and several such claims fit by memory and by time |
 
-Kernels leave multiprocessors idle, so the percentage of time in which kernels run is the most that a claim
-needs of them. Claims with several devices get no advice on their size: MIG devices have no NVLink.
+The busy percentage is the most that a claim needs of the multiprocessors. Claims with several devices get no advice on
+their size: MIG devices have no NVLink.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IDLE = 0.01
 _SPARE = 1.2
 """The plugin reads the memory every ten seconds, so the peak may be higher."""
 _SMALLER = 0.8
-"""The largest profile of a product has almost all memory of the GPU, and leaves no room for another claim."""
+"""The largest profile has almost all memory, and leaves no room for another claim."""
 _MIB, _GIB = 1 << 20, 1 << 30
 
 Kind = Literal["idle", "profile", "share", "unknown"]
@@ -36,20 +36,18 @@ Kind = Literal["idle", "profile", "share", "unknown"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """A MIG profile of a product, with its fraction of the GPU's multiprocessors."""
-
     memory_bytes: int
     fraction: float
     profile: str
 
 
 Sizes = Mapping[str, Sequence[Size]]
-"""The MIG profiles that a node offers by product, the smallest first."""
+"""By product, the smallest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to change about a claim. `change` are the lines for its manifest. `end` is as in `Receipt`."""
+    """`change` are lines for the claim's manifest. `end` is as in `Receipt`."""
 
     namespace: str
     name: str
@@ -62,7 +60,6 @@ class Advice:
 
 
 def sizes_of(inventory: Inventory) -> Sizes:
-    """Return the MIG profiles of the devices that the node offers."""
     found: dict[str, set[Size]] = {}
     for device in inventory.devices():
         product, total = device.gpu.product_name, device.gpu.multiprocessors
@@ -74,7 +71,6 @@ def sizes_of(inventory: Inventory) -> Sizes:
 
 
 def advice_of(receipts: Iterable[Receipt], sizes: Sizes, driver: str) -> list[Advice]:
-    """Return the advice for each part of the receipts; nothing for claims that used what they have."""
     found = []
     for receipt in receipts:
         ref, lasted = receipt.claim, receipt.until - receipt.began
@@ -128,9 +124,9 @@ def _share(part: Part, busy: float, need: float, used: str) -> tuple[Kind, str, 
     if fit < 2:
         return None
     text = (
-        f"a share is enough instead of {part.product}: {fit} such claims fit on one GPU, by "
-        f"{memory / _GIB:.0f} GiB for {used}, and by kernels that run for {100 * busy:.0f} % of the time; needs the "
-        "section sharing of the configuration"
+        f"a share is enough instead of {part.product}: {fit} such claims fit on its {memory / _GIB:.0f} GiB, because "
+        f"each needs {used}, and its kernels run for {100 * busy:.0f} % of the time; shares need the section sharing "
+        "of the configuration"
     )
     amount = max(1, math.ceil(need / _GIB))
     change = "deviceClassName: shares.gpu.nvidia.com", f"capacity: {{requests: {{memory: {amount}Gi}}}}"

@@ -2,11 +2,11 @@
 
 | Process | Unclaimed | Why |
 |---|---|---|
-| in a pod or another container, by its cgroup | no | its owner can be found |
-| of MPS, of the NVIDIA driver, or a monitoring program, by its name | no | it is expected on the node |
-| in a service or login session of the host | yes | pods cannot use its memory, and no claim accounts for it |
+| in a container, by its cgroup | no | its owner can be found |
+| of MPS, of the NVIDIA driver, or for monitoring, by its name | no | it is expected |
+| in a service or login session of the host | yes | pods cannot use its memory |
 | exited, or of unknown origin, on a device of a claim | no | it may be the claim's |
-| exited, or of unknown origin, elsewhere | yes | no claim accounts for its memory |
+| exited, or of unknown origin, elsewhere | yes | no claim has its memory |
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.remedies import reset
 
 Origins = Mapping[int, ProcessOrigin]
-"""Where each process that NVML lists runs, by process ID."""
 
 _BELONGS_THERE = frozenset(
     {
@@ -32,19 +31,13 @@ _BELONGS_THERE = frozenset(
     }
 )  # fmt: skip
 _MAX_WITHOUT = 16
-"""The maximum number of pods without a process that are reported for one device: a claim shared by hundreds of pods
-must not flood the time series database."""
+"""Pods without a process must not flood the time series database."""
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """A device that claims hold. If several claims share it (`is_shared`), NVML does not report the usage of
-    each claim.
-
-    `gpu_fraction` is the device's fraction of the GPU's memory; `load` and `processes` are None if NVML does
-    not report them.
-    """
+    """A device that claims hold. If several share it, NVML does not report the usage of each claim."""
 
     device: str
     kind: str
@@ -58,11 +51,9 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class PodUse:
-    """Usage by the processes of one pod on a device of its claims.
+    """Usage by one pod on a device of its claims; `claim` is None if there are several.
 
-    `claim` is None if the pod holds the device through several claims. `memory_bytes` and
-    `utilisation_percent` are None if NVML does not report them for each process. The utilisation is known for
-    all pods on a device, or for none.
+    The utilisation is known for all pods on a device, or for none.
     """
 
     namespace: str
@@ -78,11 +69,7 @@ class PodUse:
 
 
 class GpuLabels(NamedTuple):
-    """The index of a GPU in NVML, and the claim and pod that have the whole GPU.
-
-    Namespace and claim are empty if no claim or several claims have the GPU, or claims have MIG devices of it; the pod
-    also if several pods have the claim. The index is empty while it is unknown.
-    """
+    """NVML's index of a GPU, and the claim and pod that have the whole GPU; empty if unknown or ambiguous."""
 
     gpu: str = ""
     namespace: str = ""
@@ -92,11 +79,7 @@ class GpuLabels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NodeUse:
-    """One reading of all GPUs: the devices of claims, and the pods on them. `gpus` has the reading of each GPU,
-    `labels` its labels, and `unclaimed` its unclaimed processes, by GPU UUID.
-
-    GPUs that did not answer in time are not included.
-    """
+    """One reading of the GPUs that answered in time; mappings are by UUID."""
 
     devices: Sequence[DeviceUse] = ()
     pods: Sequence[PodUse] = ()
@@ -106,13 +89,11 @@ class NodeUse:
 
 
 Made = Callable[[str], OwnedInstance | None]
-"""Return the current instance of an on-demand MIG device, by the device's name."""
+"""Return the current instance of an on-demand MIG device, by name."""
 
 
 def held_devices(records: Iterable[ClaimRecord]) -> dict[str, HeldDevice]:
-    """Return the devices that claims hold, by name. Omits devices with adminAccess, whose claims only observe
-    the GPU.
-    """
+    """Return the devices of claims, by name. Omits adminAccess: such claims only observe the GPU."""
     return {one.device: one for _, one in _held(records)}
 
 
@@ -122,15 +103,11 @@ def _held(records: Iterable[ClaimRecord]) -> Iterator[tuple[ClaimRecord, HeldDev
 
 
 def mig_addresses(held: Mapping[str, HeldDevice], inventory: Inventory, made: Made) -> dict[str, MigAddress]:
-    """Return NVML's addresses of the MIG devices, by device name."""
     found = {name: mig_address(one, inventory, made) for name, one in held.items()}
     return {name: mig for name, mig in found.items() if mig is not None}
 
 
 def mig_address(held: HeldDevice, inventory: Inventory, made: Made) -> MigAddress | None:
-    """Return NVML's address of a MIG device that a claim holds; None for a whole GPU, or if the device does not
-    exist.
-    """
     if held.kind != "mig":
         return None
     device = inventory.by_name.get(held.device) or inventory.withheld_by_name.get(held.device)
@@ -143,7 +120,6 @@ def mig_address(held: HeldDevice, inventory: Inventory, made: Made) -> MigAddres
 
 
 def mig_profile(held: HeldDevice, inventory: Inventory) -> str | None:
-    """Return the name of a MIG device's profile, if discovery found the device."""
     device = _mig_device(held, inventory)
     return None if device is None else device.profile.name
 
@@ -159,9 +135,7 @@ def device_uses(
     addresses: Mapping[str, MigAddress],
     gpus: Mapping[str, GpuUse],
 ) -> list[DeviceUse]:
-    """Return the usage of each device that prepared claims hold without adminAccess. `addresses` has the
-    addresses of MIG devices, by device name.
-    """
+    """Return usage by device. `addresses` is by device name, `gpus` by GPU UUID."""
     prepared = [record for record in records if record.phase == "prepared"]
     claims: dict[str, set[str]] = {}
     for record, held in _held(prepared):
@@ -186,7 +160,6 @@ def _use(
 
 
 def gpu_labels(records: Iterable[ClaimRecord], inventory: Inventory) -> dict[str, GpuLabels]:
-    """Return the labels of each GPU of the inventory, by UUID."""
     holders: dict[str, set[GpuLabels]] = {}
     for record, held in _held(record for record in records if record.phase == "prepared"):
         if held.kind == "gpu":
@@ -208,10 +181,8 @@ def pod_uses(
     gpus: Mapping[str, GpuUse],
     origins: Origins,
 ) -> list[PodUse]:
-    """Return the usage of each pod on each device of its prepared claims.
-
-    `addresses` has the addresses of MIG devices by device name, and `gpus` the readings by GPU UUID. Devices with
-    unknown processes are omitted.
+    """Return usage by pod, except on devices with unknown processes. `addresses` is by device name, `gpus` by GPU
+    UUID.
     """
     prepared = [record for record in records if record.phase == "prepared" and record.claim.pods]
     holders: dict[str, dict[PodRef, set[ClaimRef]]] = {}
@@ -272,7 +243,7 @@ def _pods_on(
 def _processes_on(
     held: HeldDevice, mig: MigAddress | None, seen: GpuUse | None
 ) -> Sequence[GpuProcess] | None:
-    """Return the processes on a device; None if unknown. MIG devices of one GPU instance get the same processes."""
+    """MIG devices of one GPU instance get the same processes."""
     if seen is None or seen.processes is None or (held.kind == "mig" and mig is None):
         return None
     place = None if mig is None else mig.gpu_instance_id
@@ -280,7 +251,6 @@ def _processes_on(
 
 
 def gpu_fraction(held: HeldDevice, inventory: Inventory) -> float | None:
-    """Return the device's fraction of the GPU's memory; None if it is unknown."""
     if held.kind != "mig":
         return 1.0
     device = _mig_device(held, inventory)
@@ -294,7 +264,7 @@ def _belongs(process: GpuProcess) -> bool:
 
 
 Place = tuple[str, int | None]
-"""Where a claim's processes may be: the GPU's UUID, and the GPU instance ID for a MIG device."""
+"""The GPU's UUID, and the GPU instance ID for a MIG device."""
 
 
 def unclaimed(
@@ -303,8 +273,6 @@ def unclaimed(
     claimed: Container[Place],
     origins: Origins,
 ) -> list[GpuProcess]:
-    """Return the processes on a GPU that belong to no claim and no container."""
-
     def belongs(process: GpuProcess) -> bool:
         if _belongs(process):
             return True
@@ -317,7 +285,6 @@ def unclaimed(
 
 
 def unclaimed_text(gpu: str, process: GpuProcess) -> str:
-    """Return the problem and the remedy; `gpu` is the GPU's name in the text."""
     name = f" ({process.name})" if process.name else ""
     memory = "memory" if process.memory_bytes is None else f"{process.memory_bytes // _MIB} MiB"
     return (

@@ -1,7 +1,4 @@
-"""The reported status of a claim's devices, and which health changes affect which claims.
-
-Both are derived from the claim's record and the state of the node.
-"""
+"""The reported status of a claim's devices, and which health changes affect which claims."""
 
 from __future__ import annotations
 
@@ -32,11 +29,7 @@ def device_statuses(
     created_instance: CreatedInstanceOf,
     states: HealthStates,
 ) -> tuple[DeviceStatus, ...]:
-    """Return one entry for each device of a prepared claim. `created_instance` returns, for the name of
-    a MIG device on demand, the GPU instance that was created for it, or None.
-
-    A device that cannot work, according to the health `states`, is not ready.
-    """
+    """Return one entry for each device of a prepared claim."""
     held_by_result: Mapping[tuple[str, str | None], HeldDevice] = {
         (held.device, held.share_id): held for held in record.devices
     }
@@ -53,10 +46,7 @@ def is_hit(
     inventory: Inventory | None,
     created_instance: CreatedInstanceOf,
 ) -> bool:
-    """Whether a health change of a GPU or an instance affects a device of the claim.
-
-    Devices with adminAccess are affected too. An instance affects only the MIG devices in it.
-    """
+    """Whether a health change affects a device of the claim, even with adminAccess."""
     if not target.is_instance:
         return target.gpu_uuid in record.gpu_uuids
     return any(
@@ -67,8 +57,8 @@ def is_hit(
 
 
 def event_of(change: HealthChange) -> tuple[EventReason, bool] | None:
-    """Return the reason of the event of a health change, and whether it is a warning; None if the device stays usable,
-    or stays bad without becoming worse.
+    """Return the event's reason, and whether it is a warning; None if the device stays usable, or stays bad without
+    becoming worse.
     """
     if change.is_gone:
         return "GPUGone", False

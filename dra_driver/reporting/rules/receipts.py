@@ -1,17 +1,16 @@
 """Receipts: how long a claim had GPUs, how long kernels ran on them, their energy, and the peak of memory.
 
-Quantities are GPU-seconds: a MIG device counts as its fraction of the GPU's memory, and a device that several claims
-share is divided evenly among them.
+Quantities are GPU-seconds: a MIG device counts as its fraction of the GPU's memory, and claims that share a device
+divide it evenly.
 
 | Quantity | Source | Estimated |
 |---|---|---|
 | busy | NVML's samples of the utilisation; for MIG devices GPM | if claims share the device |
 | energy | the GPU's energy counter | of MIG devices and shared devices; of a claim's first and last seconds |
-| peak of memory | each reading | never |
+| peak of memory | each reading | never; unknown if claims share the device |
 
-Nothing is known of a time in which the GPU did not answer. GPUs before Hopper have no utilisation in MIG mode, and NVML
-does not list the GPUs of virtual machines. The energy between two readings is unknown if the NVIDIA driver was reloaded
-or the counter started over, and the peak if claims share the device.
+Nothing is known while the GPU did not answer or belonged to a virtual machine, no utilisation in MIG mode before
+Hopper, and no energy if the counter started over.
 """
 
 from __future__ import annotations
@@ -31,17 +30,15 @@ from dra_driver.reporting.rules.claim_usage import gpu_fraction, mig_profile
 _LONGEST_SAMPLE_S = 1.5
 """NVML samples the utilisation every 1/6 to 1 s, depending on the product."""
 _BETWEEN_SAMPLES_S = 2.0
-"""The first and the last sample of a reading do not begin and end with it."""
+"""A reading does not begin and end with a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """The devices of a claim with one product, kind and MIG profile.
 
-    `gpu_s` is how long the claim had them, `busy_s` how long kernels ran; both are GPU-seconds. `busy_s` and
-    `energy_j` are only of the `busy_known_s` and `energy_known_s` of `gpu_s` for which they are known, and estimated
-    for `busy_estimated_s` and `energy_estimated_s` of these. `peak_bytes` and `memory_bytes` are of the device that
-    used most.
+    The fields `…_s` are GPU-seconds: `gpu_s` is how long the claim had them, `busy_s` how long kernels ran. `busy_s`
+    and `energy_j` cover only `…_known_s` of `gpu_s`, of which `…_estimated_s` are estimated.
     """
 
     product: str
@@ -59,7 +56,6 @@ class Part:
     memory_bytes: int | None = None
 
     def plus(self, gain: Part) -> Part:
-        """Return the part with what another interval adds."""
         peaks = [one for one in (self, gain) if one.peak_bytes is not None]
         most = max(peaks, key=lambda one: one.peak_bytes or 0, default=self)
         return replace(
@@ -78,10 +74,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a claim used from `began` to `until`, in seconds since 1970.
+    """Times are in seconds since 1970.
 
-    `end` is `cut` if the claim ended while no process of the plugin ran: `until` is then the last time at which the
-    plugin wrote the receipt.
+    `end` is `cut` if the claim ended while no process of the plugin ran: `until` is then the plugin's last write.
     """
 
     claim: ClaimRef
@@ -93,9 +88,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A device that a claim holds from `began` to `ended`, None while it holds it. `part` is the index of the device's
-    part in the receipt, `fraction` what the device has of its GPU.
-    """
+    """A device that a claim holds. `part` is its part's index in the receipt, `fraction` what it has of its GPU."""
 
     uid: str
     device: HeldDevice
@@ -106,7 +99,7 @@ class Hold:
 
 
 def opened(record: ClaimRecord, inventory: Inventory, at: float) -> tuple[Receipt, list[Hold]]:
-    """Return the empty receipt of a prepared claim, and its holds; devices with adminAccess are omitted."""
+    """Return an empty receipt and its holds; devices with adminAccess are omitted."""
     products = {gpu.uuid: gpu.product_name or "unknown" for gpu in inventory.gpus}
     kinds = {
         held.device: (products.get(held.gpu_uuid, "unknown"), held.kind, mig_profile(held, inventory))
@@ -138,9 +131,9 @@ def gains(
     after: GpuMeasure | None,
     mig_uuids: Mapping[str, str],
 ) -> Iterator[tuple[Hold, Part]]:
-    """Yields what each hold on one GPU gained between two readings, in several pieces.
+    """Yield what each hold on one GPU gained between two readings, which are None if the GPU did not answer.
 
-    A reading is None if the GPU did not answer. `mig_uuids` has the UUIDs of MIG devices by device name.
+    `mig_uuids` is by device name.
     """
     times = {time for hold in holds for time in (hold.began, hold.ended) if time is not None}
     edges = sorted({since, until, *(time for time in times if since < time < until)})
@@ -180,7 +173,7 @@ def gains(
 def _busy(
     hold: Hold, after: GpuMeasure | None, start: float, end: float, mig_uuids: Mapping[str, str]
 ) -> tuple[float, float]:
-    """Return how long kernels ran on the device, and for how long that is known, in seconds."""
+    """Return busy seconds, and for how many seconds that is known."""
     if after is None or hold.device.kind == "vfio":
         return 0.0, 0.0
     if hold.device.kind == "gpu":
@@ -202,8 +195,7 @@ def _memory(
 
 
 def busy_between(samples: Sequence[tuple[float, float]], start: float, end: float) -> tuple[float, float]:
-    """Return the busy seconds between two times, and the seconds that the samples cover. Each sample ends at its
-    time, and is the average since the sample before.
+    """Return the busy seconds, and the seconds that the samples cover. A sample is the average since the one before.
 
     >>> busy_between([(10.0, 0), (11.0, 50), (12.0, 100)], 10.0, 12.0)
     (1.5, 2.0)
@@ -223,12 +215,12 @@ def busy_between(samples: Sequence[tuple[float, float]], start: float, end: floa
 
 
 _MEASURED = 0.95
-"""A quantity is estimated if it was not measured for this part of the claim's time."""
+"""A quantity is estimated if it was measured for less than this part of the claim's time."""
 Confidence = Literal["measured", "estimated", "unknown"]
 
 
 def judged(value: float, known_s: float, estimated_s: float, gpu_s: float) -> tuple[float | None, Confidence]:
-    """Return a quantity for the whole time of a claim, None if it is not known for any of it.
+    """Return a quantity for the whole time of a claim; None if nothing is known.
 
     >>> judged(30.0, 50.0, 0.0, 100.0)
     (60.0, 'estimated')
@@ -240,20 +232,16 @@ def judged(value: float, known_s: float, estimated_s: float, gpu_s: float) -> tu
 
 
 def busy_of(part: Part) -> tuple[float | None, Confidence]:
-    """Return the busy GPU-seconds, as `judged` does."""
     return judged(part.busy_s, part.busy_known_s, part.busy_estimated_s, part.gpu_s)
 
 
 def energy_of(part: Part) -> tuple[float | None, Confidence]:
-    """Return the energy in joules, as `judged` does."""
     return judged(part.energy_j, part.energy_known_s, part.energy_estimated_s, part.gpu_s)
 
 
 @dataclass(frozen=True, slots=True)
 class EndedPart:
-    """A part of a receipt for other programs. `busy` and `energy` tell how far to trust `busy_gpu_seconds` and
-    `energy_joules`; the value is None if it is unknown.
-    """
+    """For other programs. `busy` and `energy` are the confidence in the value before."""
 
     product: str
     kind: str
@@ -270,7 +258,7 @@ class EndedPart:
 
 @dataclass(frozen=True, slots=True)
 class EndedClaim:
-    """A receipt for other programs; times are in seconds since 1970. `end` is as in `Receipt`."""
+    """For other programs; times are in seconds since 1970."""
 
     namespace: str
     name: str
@@ -282,7 +270,6 @@ class EndedClaim:
 
 
 def ended(receipt: Receipt) -> EndedClaim:
-    """Return the receipt of an ended claim for other programs."""
     parts = tuple(
         EndedPart(
             part.product, part.kind, part.profile, part.count, part.gpu_s, *busy_of(part), *energy_of(part),
@@ -315,7 +302,7 @@ def _about(confidence: Confidence) -> str:
 def totals(
     sums: Mapping[tuple[str, str, str], Part], value: Literal["gpu_s", "busy_s", "energy_j"]
 ) -> Iterable[tuple[tuple[str, str, str], float]]:
-    """Yields a quantity by namespace, product and kind; without those of which nothing is known."""
+    """Yield a quantity by namespace, product and kind, if known."""
     known: Mapping[str, str] = {"gpu_s": "gpu_s", "busy_s": "busy_known_s", "energy_j": "energy_known_s"}
     for key, part in sums.items():
         if getattr(part, known[value]) > 0:

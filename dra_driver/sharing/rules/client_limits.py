@@ -1,13 +1,11 @@
-"""Decides how many clients and users an MPS daemon serves, limits sharing rules to these numbers, and describes
-problems of running daemons.
+"""How many clients and users an MPS daemon serves, and what follows for sharing rules. An unknown GPU or driver counts
+as new.
 
-A client is a CUDA context of one process. The numbers come from NVIDIA's MPS manual: 16 on a GPU before
-Volta, 48 from Volta on, and 60 from CUDA 13.1 (driver R590) on. A MIG device allows fewer clients, but NVIDIA documents
-no number, so the GPU's number is used.
+A client is a CUDA context. NVIDIA's MPS manual says 16 on a GPU before Volta, 48 from Volta on, and 60 from CUDA 13.1
+(driver R590) on. A MIG device allows fewer, but without a documented number the GPU's is used.
 
-A daemon serves one user at a time: the clients of a second user ID wait until all clients of the first have exited.
-From R555 on, `nvidia-cuda-mps-control -multiuser-server` serves all users at once, on Volta and newer; older versions
-of the program reject this option and exit.
+A second user's clients wait until the first's have exited, except from R555 on (`nvidia-cuda-mps-control
+-multiuser-server`) on Volta and newer; older programs reject this option and exit.
 """
 
 from __future__ import annotations
@@ -29,25 +27,17 @@ _BRANCH = re.compile(r"[0-9]{1,6}(?=\.|\Z)")
 
 
 def is_before_volta(gpu: Gpu) -> bool:
-    """Whether the GPU is known to be older than Volta."""
     return gpu.cuda_compute_capability is not None and gpu.cuda_compute_capability < _VOLTA
 
 
 def max_clients(gpu: Gpu, versions: DriverVersions) -> int:
-    """Return the maximum number of clients of an MPS daemon on the GPU. An unknown GPU or driver counts as
-    new.
-    """
     if is_before_volta(gpu):
         return _BEFORE_VOLTA
     return _BEFORE_CUDA_13_1 if _is_before(_CUDA_13_1_BRANCH, versions) else MAX_MPS_SHARES
 
 
 def why_one_user(gpu: Gpu, versions: DriverVersions) -> str | None:
-    """Return why MPS serves only one user at a time on the GPU, and the remedy; None if it can serve
-    several.
-
-    An unknown GPU or driver counts as new.
-    """
+    """Return why MPS serves only one user at a time, and the remedy; None if it can serve several."""
     if is_before_volta(gpu):
         return f"{gpu.product_name} is older than Volta; select a newer GPU"
     if _is_before(_MULTI_USER_BRANCH, versions):
@@ -62,10 +52,7 @@ def _is_before(branch: int, versions: DriverVersions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BoundedRule:
-    """A device's sharing rule; if MPS enforces it, with at most `max_clients` shares.
-
-    `note` is a sentence with the remedy if the device has fewer shares than configured.
-    """
+    """If MPS enforces the rule, it has at most `max_clients` shares. `note` says so if more are configured."""
 
     rule: SharingRule
     max_clients: int
@@ -75,7 +62,7 @@ class BoundedRule:
 def bounded_rule(
     policy: SharingPolicy, device: OfferedDevice, versions: DriverVersions
 ) -> BoundedRule | None:
-    """Return the device's rule as MPS can enforce it; None if the device has no rule."""
+    """Return None if the device has no rule."""
     rule = policy.rule_for(device)
     if rule is None:
         return None
@@ -91,7 +78,7 @@ def bounded_rule(
 
 
 def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[ProblemCode, str]]:
-    """Yield a code and a sentence for each problem that users of the daemon should know about."""
+    """Yield what users of the daemon should know."""
     devices = ", ".join(status.spec.devices)
     if status.not_exclusive:
         yield (

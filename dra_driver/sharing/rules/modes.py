@@ -1,11 +1,8 @@
-"""Decides how each device of a claim is used: exclusively, time-sliced, or through MPS with limits; and which
-combinations a claim may have.
+"""Decides how each device of a claim is used: exclusively, time-sliced, or through MPS with limits.
 
-A CUDA process that is a client of an MPS daemon sees only the devices of that daemon. A daemon has one
-device, or the whole GPUs of one request. A container gets all devices of each request that it names, or of
-the whole claim if it names none. So a mix within one request can never work. A mix of requests works if each
-container names its own request; the plugin cannot refuse it, because only pods say which requests they name, and a
-claim for several containers needs several requests.
+A client of an MPS daemon sees only the daemon's devices: one, or the whole GPUs of one request. A container gets all
+devices of each request that it names, or of the whole claim. So a mix within one request can never work. A mix of
+requests works if each container names its own; only pods say so, and the plugin cannot refuse it.
 """
 
 from __future__ import annotations
@@ -42,8 +39,6 @@ Allocated = tuple[DeviceResult, OfferedDevice]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A device of the claim with the node's sharing `rule` for it and the NVIDIA driver's versions."""
-
     result: DeviceResult
     device: OfferedDevice
     rule: SharingRule | None
@@ -51,13 +46,12 @@ class _Wanted:
 
     @property
     def enforced(self) -> SharingRule | None:
-        """The rule of a share that MPS enforces; None for any other device."""
+        """The rule, if this is a share and MPS enforces it."""
         has_rule = self.result.share_id is not None and self.rule is not None and self.rule.enforce == "mps"
         return self.rule if has_rule else None
 
     @property
     def serves_users(self) -> bool:
-        """Whether the daemon serves several users at a time: if the rule allows it and MPS supports it."""
         rule = self.enforced
         return rule is not None and rule.multi_user and why_one_user(self.device.gpu, self.versions) is None
 
@@ -68,11 +62,10 @@ def sharing_modes_of(
     policy: SharingPolicy,
     versions: DriverVersions,
 ) -> list[SharingMode]:
-    """Return the sharing mode of each of the `devices`, in order. `parameters` are the opaque parameters of the
-    devices, and `versions` the versions of the NVIDIA driver.
+    """Return the mode of each device, in order. Opaque parameters decide it; a share keeps the lower of their limits
+    and the policy's. Without a sharing section, it gets the policy's limits if MPS enforces them.
 
-    Opaque parameters decide the mode; a share keeps the lower of their limits and the policy's. Without a sharing
-    section, it gets the policy's limits if MPS enforces them. Raises: ClaimRefusedError, InvalidConfigError.
+    Raises: ClaimRefusedError, InvalidConfigError.
     """
     for (result, _), resolved in zip(devices, parameters, strict=True):
         _refuse_parameters(result, resolved)
@@ -93,10 +86,8 @@ def sharing_modes_of(
 
 
 def _grouped(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> list[SharingMode]:
-    """Add up the limits of shares of one device in one request, and gives several GPUs of one request a
-    common daemon.
-
-    Both are necessary because the same containers get all devices of a request.
+    """Add up the limits of shares of one device in one request, and give several GPUs of one request a common daemon,
+    because the same containers get all devices of a request.
     """
     shares: dict[str, dict[str, list[MpsShared]]] = {}
     for (result, device), usage in zip(devices, usages, strict=True):
@@ -113,9 +104,7 @@ def _grouped(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> lis
 
 
 def _together(members: Mapping[str, MpsShared], device: str) -> MpsShared:
-    """Return the mode of one device of a request whose devices all use the same daemon. MPS has only one percentage
-    for all GPUs of a daemon.
-    """
+    """MPS has only one percentage for all GPUs of a daemon."""
     if len(members) == 1:
         return members[device]
     usages = sorted(members.values(), key=lambda usage: usage.spec.gpu_uuid)
@@ -170,17 +159,13 @@ def _changes(sharing: Sharing | None) -> bool:
 def _same_entry(
     parameters: Sequence[ResolvedConfig], devices: Sequence[Allocated], one: ResolvedConfig
 ) -> list[str]:
-    """Return the sorted identities of all devices that the same parameters apply to. Indexes in the
-    parameters refer to this list.
-    """
+    """Return the sorted identities of the devices with the same parameters, whose indexes refer to this list."""
     pairs = zip(parameters, devices, strict=True)
     return sorted({_identity(device) for other, (_, device) in pairs if other.entry == one.entry})
 
 
 def _identity(device: OfferedDevice) -> str:
-    """Return the UUID by which parameters name a device, or its name if the device gets a new UUID each time it is
-    created.
-    """
+    """Parameters name a device that gets a new UUID at each creation by its name."""
     return device.uuid or device.name
 
 
@@ -227,11 +212,7 @@ def _mps(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> MpsShared:
 
 
 def _multi_user(config: MpsConfig, one: _Wanted) -> bool:
-    """Return the value in the parameters. Without a value, a share uses the setting of the device's other
-    shares.
-
-    Raises: ClaimRefusedError if the value is true, but MPS cannot serve several users on the device.
-    """
+    """Without a value in the parameters, a share uses the setting of the device's other shares."""
     if config.multi_user is None:
         return one.serves_users
     reason = why_one_user(one.device.gpu, one.versions) if config.multi_user else None
@@ -244,15 +225,13 @@ def _multi_user(config: MpsConfig, one: _Wanted) -> bool:
 
 
 def _neutral_spec(device: OfferedDevice, multi_user: bool) -> MpsDaemonSpec:
-    """Return the spec of a daemon without its own limits, so that claims with different limits can share it."""
+    """Leave out limits, so that claims with different limits can share the daemon."""
     kind: MpsKind = "gpu" if isinstance(device, WholeGpu) else "mig"
     return MpsDaemonSpec(device.name, device.uuid, kind, device.gpu.uuid, multi_user)
 
 
 def _memory_limit(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> int | None:
-    """Return the limit for this device in whole MiB; in the parameters, keys are identities, or indexes into the
-    sorted group.
-    """
+    """Return the limit in whole MiB. In the parameters, keys are identities, or indexes into the group."""
     by_uuid = _limits_by_uuid(config.per_device_memory_limits, one.result, group)
     limit = by_uuid.get(_identity(one.device), config.memory_limit)
     if limit is None:
@@ -282,7 +261,7 @@ def _limits_by_uuid(limits: Mapping[str, int], result: DeviceResult, group: Sequ
 
 
 def _refuse_rival_shares(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> None:
-    """Check two shares of one device within a claim like the shares of two claims."""
+    """Two shares of one device within a claim are like the shares of two claims."""
     for number, (result, device) in enumerate(devices):
         for (other, same), usage in zip(devices[:number], usages[:number], strict=True):
             if same.name != device.name or result.admin_access or other.admin_access:
@@ -295,9 +274,8 @@ def _refuse_rival_shares(devices: Sequence[Allocated], usages: Sequence[SharingM
 
 
 def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
-    """Return why two claims cannot use one device in these modes at the same time; None if they can.
-
-    A claim without a time slice accepts the time slice that another claim set.
+    """Return why two claims cannot use one device in these modes at the same time. A claim without a time slice
+    accepts another claim's.
     """
     match held, wanted:
         case MpsShared(spec=mine), MpsShared(spec=theirs):
@@ -323,9 +301,7 @@ def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
 def refuse_mixed_requests(
     devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[SharingMode]
 ) -> None:
-    """Raise ClaimRefusedError if a request has a device of an MPS daemon and another device that the daemon
-    does not serve.
-    """
+    """Refuse a request with a device of an MPS daemon and another device that the daemon does not serve."""
     first: dict[str, tuple[OfferedDevice, SharingMode]] = {}
     for (result, device), usage in zip(devices, usages, strict=True):
         if result.admin_access:
@@ -349,8 +325,8 @@ def refuse_mixed_requests(
 
 
 def advice_on_requests(record: ClaimRecord, others: Iterable[ClaimRecord] = ()) -> str | None:
-    """Return how containers must use a claim with MPS, if it has several requests, or if its pods use more claims of
-    `others`; None if containers cannot go wrong.
+    """Return how containers must use a claim with MPS and several requests, or whose pods use `others` too; None if
+    containers cannot go wrong.
     """
     pods = {pod.uid for pod in record.claim.pods or ()}
     related = [
@@ -375,7 +351,7 @@ def advice_on_requests(record: ClaimRecord, others: Iterable[ClaimRecord] = ()) 
 
 
 def _daemons_of_requests(record: ClaimRecord) -> Mapping[str, str | None]:
-    """Return the devices of the MPS daemon of each request, None for a request without MPS."""
+    """Return None for a request without MPS."""
     held = {(one.device, one.share_id): one for one in record.devices if not one.admin_access}
     found: dict[str, str | None] = {}
     for result in record.claim.results:

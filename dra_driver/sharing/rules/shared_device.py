@@ -1,12 +1,10 @@
 """A device that several claims may hold at the same time, in the form of resource.k8s.io/v1.
 
-If a claim does not request a capacity, the scheduler counts the default of the capacity's policy, or the whole capacity
-if there is no policy. So every capacity of a shared device has a policy. The capacity that the rule divides, MPS
-clients and memory have a default above 0; all other defaults are 0. The default memory is above 0 in every mode because
-quotas count memory: a share without memory would cost nothing.
+Of a capacity that a claim does not request, the scheduler counts its policy's default, or all if it has no policy. So
+every capacity of a shared device has a policy. The defaults of the capacity that the rule divides, of MPS clients and
+of memory are above 0; of memory because in quotas a share without memory would cost nothing.
 
-Limits are rounded so that shares that fit on a device never add up to more than the device has. The rule's `enforce`
-decides whether the limits are enforced.
+Limits are rounded so that shares that fit on a device never add up to more than it has.
 """
 
 from __future__ import annotations
@@ -33,11 +31,8 @@ _MIB = 1 << 20
 
 
 def shared_capacity(amounts: Mapping[str, int], device: OfferedDevice, bound: BoundedRule) -> JsonObject:
-    """Return the capacities of a device under a rule, each with a policy. `amounts` are the capacities of the device,
-    memory in bytes.
-
-    If the device's memory is unknown, it is not counted. If MPS enforces the rule, the scheduler counts clients, one
-    for each claim; in mode shares, it counts the shares instead.
+    """Return capacities with policies. `amounts` are the device's, memory in bytes. If MPS enforces the rule, the
+    scheduler counts a client for each claim; in mode shares, it counts the shares instead.
     """
     rule = bound.rule
     capacity: JsonObject = {}
@@ -59,7 +54,6 @@ def shared_capacity(amounts: Mapping[str, int], device: OfferedDevice, bound: Bo
 
 
 def multiprocessors_of(device: OfferedDevice) -> int | None:
-    """Return the number of multiprocessors of a device; None if unknown."""
     match device:
         case WholeGpu(_, gpu):
             return gpu.multiprocessors
@@ -70,7 +64,6 @@ def multiprocessors_of(device: OfferedDevice) -> int | None:
 
 
 def memory_mib_of(device: OfferedDevice) -> int | None:
-    """Return the memory of a device in whole MiB; None if unknown."""
     match device:
         case WholeGpu(_, gpu):
             return None if gpu.memory_bytes is None else gpu.memory_bytes // _MIB
@@ -81,16 +74,13 @@ def memory_mib_of(device: OfferedDevice) -> int | None:
 
 
 def multiprocessor_step(total: int) -> int:
-    """Return the smallest number of multiprocessors that is at least one percent of `total`, because MPS limits are
-    whole percentages. For example, 2 of 132.
-    """
+    """Return at least one percent of `total`, such as 2 of 132, because MPS limits are whole percentages."""
     return -(-total // 100)
 
 
 def default_memory(total: int, rule: SharingRule) -> int:
-    """Return how many bytes the scheduler counts for a share without a memory request. The device has `total` bytes.
-
-    In mode shares, all shares fit on the device. The result is 0 if a share would have less than 1 MiB.
+    """Return how many of `total` bytes the scheduler counts for a share without a memory request: 0 if it would be
+    less than 1 MiB.
     """
     if rule.mode == "memory":
         return total // _MIB * _MIB
@@ -109,7 +99,7 @@ def _multiprocessors(total: int) -> JsonObject:
 
 
 def _optional(total: int, step: int) -> JsonObject:
-    """Return a capacity that a claim consumes only if it requests it."""
+    """Return a capacity that only claims that request it consume."""
     if total < step or total == 0:
         return _only(0, total, step)
     high = total // step * step
@@ -118,7 +108,7 @@ def _optional(total: int, step: int) -> JsonObject:
 
 
 def _counted(total: int, step: int, *, default: int) -> JsonObject:
-    """Return a capacity of which every claim consumes at least one step; all of it if it has less than two steps."""
+    """Every claim consumes at least one step, and all of it if it has less than two steps."""
     if total < 2 * step:
         return _only(total, total, step)
     span = {"min": _text(step, step), "max": _text(total, step), "step": _text(step, step)}
@@ -129,7 +119,7 @@ def _counted(total: int, step: int, *, default: int) -> JsonObject:
 
 
 def _only(amount: int, total: int, step: int) -> JsonObject:
-    """Return a capacity with a single valid amount, which a range cannot express."""
+    """Return the form of a single valid amount, which a range cannot express."""
     text = _text(amount, step)
     return {"value": _text(total, step), "requestPolicy": {"default": text, "validValues": [text]}}
 
@@ -140,20 +130,17 @@ def _text(value: int, step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShareLimits:
-    """The limits for the processes of a share; None means unlimited."""
+    """None means unlimited."""
 
     memory_mib: int | None = None
     active_thread_percentage: int | None = None
 
 
 def limits_of(result: DeviceResult, device: OfferedDevice, rule: SharingRule) -> ShareLimits:
-    """Return the limits of an allocated share.
+    """Return the tighter of two limits: what the claim requested, and in mode shares its fraction of the device. The
+    default memory that the scheduler counts sets a limit only in mode memory.
 
-    Each limit is the tighter of two: the amount that the claim requested, and in mode shares the claim's fraction of
-    the device. An amount that was not requested or is unknown sets no limit; nor does the default memory that the
-    scheduler counts, except in mode memory.
-
-    Raises: InvalidConfigError if the allocation has an amount that is not a quantity.
+    Raises: InvalidConfigError if an amount is not a quantity.
     """
     memory = _memory_limits(result, device, rule)
     threads = _thread_limits(result, device, rule)
@@ -187,10 +174,7 @@ def _thread_limits(result: DeviceResult, device: OfferedDevice, rule: SharingRul
 
 
 def _part(result: DeviceResult, rule: SharingRule) -> Fraction:
-    """Return this allocation's shares as a fraction of the whole device.
-
-    At most 1: the claim may have been allocated when the device had more shares than now.
-    """
+    """Return at most 1: the claim may have been allocated when the device had more shares than now."""
     return min(Fraction(1), _consumed(result, SHARES) / rule.shares) if rule.shares else Fraction(0)
 
 
@@ -199,7 +183,7 @@ def _percentage(part: Fraction) -> int:
 
 
 def _consumed(result: DeviceResult, name: str) -> Fraction:
-    """Return the allocated amount of a capacity, whose name in the allocation may include the driver's domain."""
+    """In the allocation, the name of a capacity may include the driver's domain."""
     consumed = result.consumed_capacity
     text = consumed.get(name, consumed.get(f"{result.driver}/{name}"))
     return Fraction(0) if text is None else parse_quantity(text)

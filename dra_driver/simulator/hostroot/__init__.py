@@ -48,7 +48,6 @@ class HostRoot:
             return False
 
     def render(self, old: State | None, new: State) -> None:
-        """Make the tree show `new`. If it shows `old`, writes only the differences."""
         wanted = self.entries(new)
         known = self._shown(old) if old is not None and self.is_current(old) else None
         stale: list[str] = []

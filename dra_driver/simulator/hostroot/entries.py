@@ -1,4 +1,4 @@
-"""The kinds of entries in the host root, and the tree that writes them with as few system calls as possible."""
+"""The entries in the host root, and the tree that writes them with as few system calls as possible."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ class Tree:
         self._known_directories: set[str] = set()
 
     def sync(self, old: Entries | None, new: Entries, stale: list[str]) -> None:
-        """Make the directory equal to `new`. With `old`, writes only the differences between them."""
         for path in stale if old is None else [path for path in old if path not in new]:
             if path not in new:
                 self._remove(path, new)
@@ -156,7 +155,6 @@ def _bind(path: str) -> None:
 
 
 def can_make_nodes(directory: Path) -> bool:
-    """Whether device nodes can be created here, which depends on privileges and the file system."""
     probe = directory / ".node-probe"
     try:
         os.mknod(probe, stat.S_IFCHR | 0o600, os.makedev(1, 3))

@@ -1,10 +1,9 @@
-"""The NVIDIA driver's installation: libraries by name, programs, firmware, sockets; nvidia-smi with its data;
-the MPS programs; and nvidia-imex with its configuration and control socket, on machines in a fabric.
+"""The NVIDIA driver's installation: libraries, programs, firmware, sockets, MPS, and nvidia-imex on machines in a
+fabric.
 
-nvidia-smi, the MPS programs and some libraries may be ELF files (`SIMULATE_ELF`). Like real ones, they need the NVIDIA
-driver's libraries and a C library that differs from the container's. These programs are copies of `program`, which runs
-the simulator's script: the script is appended to the ELF file, or is the file of the same name in usr/libexec.
-`library` is libnvidia-ml and libcuda, `libc` a C library that does not work in containers.
+Like real programs, the ELF files (`SIMULATE_ELF`) need the NVIDIA driver's libraries and a C library that differs from
+the container's. `program` runs the simulator's script, which is appended to it or in usr/libexec; `library` is
+libnvidia-ml and libcuda; `libc` does not work in containers.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ def driver_files(state: State) -> Entries:
 
 @functools.lru_cache(maxsize=16)
 def _installed(version: str, arch: str, programs: tuple[str, ...]) -> Entries:
-    """Return the entries that depend only on the driver."""
     facts = driver_facts()
     libraries = f"usr/lib/{arch}-linux-gnu"
     entries: Entries = {}
@@ -102,7 +100,6 @@ def _placeholder(name: str) -> Text:
 
 
 def nvidia_smi(state: State) -> Entries:
-    """Return the script with the machine's data, for containers and the host."""
     version, cuda = state.driver_version, state.cuda_version
     lines = [
         f"MACHINE={quoted(state.machine)}",
@@ -161,7 +158,6 @@ def _mig_facts(state: State, gpu: Gpu) -> list[str]:
 
 
 def mps_programs(version: str) -> Entries:
-    """Return the control program of the driver's branch, the server, and a test client."""
     control = script("nvidia-cuda-mps-control.py").replace("#@BRANCH@", version.partition(".")[0])
     return {
         "usr/bin/nvidia-cuda-mps-control": Text(control, 0o755),
@@ -185,20 +181,18 @@ def imex(state: State) -> Entries:
 
 
 class ElfFiles:
-    """The ELF files in a machine's directory. Without them, programs are scripts, and libraries are placeholders."""
+    """Without these files, programs are scripts, and libraries are placeholders."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory / "elf"
         self._known: dict[str, bytes] = {}
 
     def keep(self, source: Path) -> None:
-        """Copy the ELF files to the machine's directory, so that other containers can use them."""
         self._directory.mkdir(exist_ok=True)
         for name in _FILES:
             shutil.copy(source / name, self._directory / name)
 
     def replace_in(self, entries: Entries, state: State) -> None:
-        """Replace scripts and placeholders with ELF files."""
         if not self._known:
             if not self._directory.is_dir():
                 return

@@ -1,6 +1,4 @@
-"""/proc, /sys and /dev: the kernel's and NVIDIA driver's view of the GPUs; IOMMU groups and vfio; nodes of
-related kernel modules (GPUDirect Storage, RDMA, GDRCopy); and a reader for nodes that are only described.
-"""
+"""/proc, /sys and /dev: the kernel's and NVIDIA driver's view of the GPUs, and of related kernel modules."""
 
 from __future__ import annotations
 
@@ -130,7 +128,6 @@ def _information(state: State, gpu: Gpu) -> str:
 
 
 def sysfs(state: State) -> Entries:
-    """Return the entries below sys, and the module lists below lib."""
     entries: Entries = {
         "sys/module/firmware_class/parameters/path": Text("\n"),
         **{f"sys/bus/pci/drivers/{driver}": Directory() for driver in pci.drivers(state)},
@@ -145,7 +142,6 @@ def sysfs(state: State) -> Entries:
 
 
 def _function(state: State, item: Gpu | Function, group: int | None) -> Entries:
-    """Return the directory of a PCI function, and the links to it."""
     bus_id, place, driver = (
         item.bus_id,
         f"devices/{item.pcie}/{item.bus_id}",
@@ -197,7 +193,6 @@ def _of_a_gpu(state: State, gpu: Gpu, device: str, driver: str) -> Entries:
 
 @functools.lru_cache(maxsize=1024)
 def _identity(device: str, vendor: int, number: int, pci_class: int, subsystem: int) -> Entries:
-    """Return the constant files of a device."""
     header = struct.pack("<HHHHI", vendor, number, 0x0406, 0x0010, pci_class << 8 | 0xA1).ljust(0x2C, b"\0")
     config = (header + struct.pack("<HH", subsystem & 0xFFFF, subsystem >> 16)).ljust(64, b"\0")
     modalias = (
@@ -238,7 +233,6 @@ def host_device_nodes(state: State) -> Entries:
 
 
 def vfio_nodes(state: State) -> Entries:
-    """Return vfio's nodes. A group has a node while one of its functions is bound to a vfio driver."""
     groups = pci.groups(state)
     bound = [item for item in pci.functions(state).values() if item.vfio is not None]
     entries: Entries = {
@@ -289,9 +283,7 @@ def _module_lists(state: State) -> Entries:
 
 
 def _regions(state: State, gpu: Gpu) -> str:
-    """Return a GPU's memory regions in the kernel's format (start, end, flags): registers below 4 GiB, then the GPU
-    memory and a small region.
-    """
+    """Return memory regions in the kernel's format (start, end, flags): registers below 4 GiB, then the memory."""
     memory = state.model_of(gpu).memory_bytes or 0
     size = 1 << (memory - 1).bit_length() if memory else 0
     number = state.present.index(gpu) + 1
@@ -312,9 +304,7 @@ _NO_REGION = " ".join(["0x" + "0" * 16] * 3)
 
 
 def devices(state: State) -> Entries:
-    """As on a real host, the NVIDIA driver's nodes remain while the driver is unloaded, and the DRM subsystem's nodes
-    disappear.
-    """
+    """Keep the NVIDIA driver's nodes while the driver is unloaded, as on a real host; the DRM nodes disappear."""
     system = state.system
     entries: Entries = {
         "dev/char": Directory(),  # udev creates links here, but not to the NVIDIA driver's nodes
@@ -350,9 +340,7 @@ def devices(state: State) -> Entries:
 
 
 class SimulatedDeviceNodes:
-    """Reads device nodes below the host root, real or described.
-
-    Has the interface of the readers in `host`. A path may be below the host root, or as containers see it
+    """Reads device nodes, real or described. A path may be below the host root, or as containers see it
     (`/dev/nvidia0`).
     """
 
@@ -360,7 +348,6 @@ class SimulatedDeviceNodes:
         self._root = str(host_root)
 
     def read(self, path: str) -> DeviceNode | None:
-        """Return the node at the path, or None."""
         full = self._full(os.path.normpath(path))
         try:
             status = full.lstat()
@@ -390,7 +377,6 @@ class SimulatedDeviceNodes:
                 file.write(Node(node.major, node.minor, node.mode, node.gid).described.raw)
 
     def remove(self, path: str) -> None:
-        """Remove a node. Raises: OSError."""
         self._full(path).unlink()
 
     def _full(self, path: str) -> Path:
@@ -398,7 +384,6 @@ class SimulatedDeviceNodes:
 
 
 def _description(path: Path) -> dict[str, Any] | None:
-    """Return the content of a file that describes a node; None for any other file."""
     try:
         said = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -19,11 +19,7 @@ class _Topics(System, Device, Gpm, Instances, Links, Waiting):
 
 
 class SimulatedLibrary:
-    """Replaces the ctypes library in the binding.
-
-    A function that the driver version does not have is a missing attribute, like a missing symbol. The version is
-    fixed when the object is created, so create a new object after a driver upgrade.
-    """
+    """A function that the driver version does not have is a missing attribute. The version is fixed at creation."""
 
     def __init__(self, machine: Any) -> None:
         topics, state = _Topics(machine), machine.current()

@@ -1,6 +1,4 @@
-"""The base of all simulated functions: arguments from the binding (numbers, byref() objects, arrays,
-handles), the session, and the checks before each call.
-"""
+"""The base of all simulated functions: arguments from the binding, the session, and the checks before each call."""
 
 from __future__ import annotations
 
@@ -38,12 +36,10 @@ _CHECK_S = 0.1
 
 
 def number(argument: Any) -> int:
-    """Return an integer argument, plain or as a ctypes object."""
     return int(getattr(argument, "value", argument))
 
 
 def text(argument: Any) -> str:
-    """Return a string argument: c_char_p, bytes or str."""
     value = getattr(argument, "value", argument)
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
@@ -63,7 +59,6 @@ def put(argument: Any, value: int) -> None:
 
 
 def put_text(buffer: Any, size: Any, value: str) -> None:
-    """Fill a char buffer; refuses if it is too small."""
     raw = value.encode()
     if number(size) <= len(raw):
         raise Refusal(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
@@ -71,7 +66,6 @@ def put_text(buffer: Any, size: Any, value: str) -> None:
 
 
 def address(handle: Any) -> int:
-    """Return the number in an opaque handle; 0 for null."""
     inner = getattr(handle, "_obj", None)
     if inner is not None:
         handle = inner
@@ -92,15 +86,12 @@ def as_handle(value: int, kind: Any) -> Any:
 
 
 def program() -> str:
-    """Return this process's name as a client of NVML."""
     name = Path(sys.argv[0]).name
     return "python" if not name or name.startswith("-") else name
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The object that an opaque handle refers to."""
-
     kind: int
     gpu: str
     gi: int = 0
@@ -112,8 +103,6 @@ class Handle:
 
 
 class Core:
-    """Session, handle table and access to the machine; base class of the topics."""
-
     def __init__(self, machine: Any) -> None:
         self.machine = machine
         self._read: Callable[[], State] = machine.current
@@ -197,14 +186,13 @@ class Core:
         return gpu
 
     def gpu(self, handle: Any) -> tuple[State, Gpu]:
-        """Return the state and the GPU of a handle; like the real library, refuses handles of MIG devices."""
+        """Return the state and the GPU of a handle; like the real library, refuse handles of MIG devices."""
         state, gpu, parsed = self.device(handle)
         if parsed.kind != KIND_GPU:
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return state, gpu
 
     def device(self, handle: Any) -> tuple[State, Gpu, Handle]:
-        """Return the state, the GPU of a handle for a GPU or MIG device, and the parsed handle."""
         state = self.state()
         parsed = self.parse(handle)
         gpu = self.gpu_of(state, parsed.gpu)
@@ -264,7 +252,6 @@ class Core:
         return fault.gpu is None or fault.gpu == self._subject(name, arguments)
 
     def _subject(self, name: str, arguments: tuple[Any, ...]) -> str | None:
-        """Return the UUID of the GPU that a call refers to, or None."""
         if not arguments:
             return None
         if name.startswith("nvmlDeviceGetHandleByIndex"):

@@ -1,6 +1,4 @@
-"""One device: its properties, processes, health counters and field values (nvmlDeviceGetFieldValues); GPM
-samples and metrics; NVLinks, peer access and fabric.
-"""
+"""One device: its properties, processes, health counters and field values; GPM; NVLinks, peer access and fabric."""
 
 from __future__ import annotations
 
@@ -42,25 +40,22 @@ _LINK_RECOVERIES = 215
 _HOPPER, _AMPERE, _VOLTA = 9, 7, 5
 _UNLIKE = 4711.0
 _IDLE_POWER, _LOAD_POWER = 0.1, 0.8
-"""The power of an idle GPU, and what a busy one needs in addition, as fractions of its limit."""
+"""As fractions of the limit; the load comes in addition."""
 _CLOCKS_MHZ = {pynvml.NVML_CLOCK_SM: (345, 1755), pynvml.NVML_CLOCK_MEM: (1593, 1593)}
 """Idle, and busy."""
 _PCIE_FIELDS = (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES)
 _NVLINK_FIELDS = (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
 _ALL_LINKS = 0xFFFFFFFF
 _PCIE_BYTES_S, _LINK_KIB_S = 10**9, 10**6
-"""Traffic of a busy GPU, and of each of its NVLinks."""
 _SAMPLE_S, _KEPT_SAMPLES = 0.2, 100
 
 
 def _limit_mw(model: Model, gpu: Gpu) -> int:
-    """Return the enforced power limit."""
     limits = (model.power_limit_w * 1000, gpu.power_limit_mw, gpu.power_enforced_mw)
     return min(limit for limit in limits if limit is not None)
 
 
 def _wanted_mw(model: Model, gpu: Gpu) -> int:
-    """Return what the GPU would draw without a lower limit."""
     return round(model.power_limit_w * 1000 * (_IDLE_POWER + _LOAD_POWER * gpu.busy / 100))
 
 
@@ -74,7 +69,6 @@ def _clock_reasons(model: Model, gpu: Gpu) -> int:
 
 
 def _if_settable(value: Callable[[Model, Gpu], Any]) -> _Read:
-    """Return a function for a value of GPUs whose limits can be set."""
     return lambda model, gpu: value(model, gpu) if _is_settable(model, gpu) else None
 
 
@@ -83,7 +77,7 @@ def _is_settable(model: Model, gpu: Gpu) -> bool:
 
 
 def _energy_mj(model: Model, gpu: Gpu) -> int | None:
-    """Return the energy since the NVIDIA driver was loaded; older GPUs do not count it."""
+    """Return None for older GPUs, which do not count energy."""
     now = time.time()
     full_s = _IDLE_POWER * (now - gpu.loads[0][0]) + _LOAD_POWER * gpu.busy_s(now)
     return round(model.power_limit_w * 1000 * full_s) if model.architecture >= _VOLTA else None
@@ -102,8 +96,8 @@ def _platform(gpu: Gpu) -> Mapping[str, Any] | None:
 
 
 _Read = Callable[[Model, Gpu], int | Sequence[int] | Mapping[str, Any] | None]
-"""Return one value, the values of several output arguments, or the fields of a struct; None if the GPU does not
-support the call.
+"""Return one value, the values of several output arguments, or the fields of a struct; None if the GPU does not support
+the call.
 """
 _OF_GPUS: Mapping[str, _Read] = {
     "nvmlDeviceGetCurrPcieLinkGeneration": lambda _, gpu: gpu.pcie_link[2],
@@ -159,11 +153,10 @@ _VERSIONS = {
     "nvmlDeviceGetPlatformInfo": pynvml.nvmlPlatformInfo_v2,
     "nvmlDeviceGetSramEccErrorStatus": pynvml.nvmlEccSramErrorStatus_v1,
 }
-"""The functions above whose struct has a version, with the only valid version."""
+"""The only valid version of these structs."""
 
 
 def busy(holders: Iterable[Holder]) -> int:
-    """Return the percentage of time in which the GPU is busy."""
     return min(100, sum(holder.utilisation for holder in holders))
 
 
@@ -172,11 +165,8 @@ def _unsupported() -> Refusal:
 
 
 class Device(Core):
-    """nvmlDeviceGet*/Set* of a single device."""
-
     @property
     def getters(self) -> dict[str, Callable[..., None]]:
-        """Return the functions that return values of a GPU, by name."""
         return {name: partial(self._get, name, read) for name, read in {**_OF_GPUS, **_OF_MIG_TOO}.items()}
 
     def _get(self, name: str, read: _Read, handle: Any, *arguments: Any) -> None:
@@ -429,15 +419,13 @@ class Device(Core):
 
 
 class _Taken(NamedTuple):
-    """The content of a GPM sample: the MIG devices of the GPU instance, and the instance's utilisation."""
-
     devices: tuple[str, ...]
     percent: int
 
 
 class Gpm(Core):
-    """nvmlGpm*. If a GPU instance is replaced by one with the same ID between two samples, the metrics get an
-    impossible value.
+    """If a GPU instance is replaced by one with the same ID between two samples, the metrics get an impossible
+    value.
     """
 
     def __init__(self, machine: Any) -> None:
@@ -491,8 +479,6 @@ _UNICAST_POINTER = 0
 
 
 class Links(Core):
-    """nvmlDeviceGetNvLink*, P2P, topology, fabric."""
-
     def _link(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int]:
         state, gpu = self.gpu(handle)
         model = state.model_of(gpu)
@@ -505,7 +491,6 @@ class Links(Core):
         return state, gpu, model, number(link)
 
     def _active(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int, str]:
-        """Return (…, remote type, remote address) of an active link."""
         state, gpu, model, wanted = self._link(handle, link)
         for index, kind, remote in active_links(gpu):
             if index == wanted:
@@ -600,7 +585,6 @@ class Links(Core):
 
 
 def _cliques(fabric: dict[str, Any]) -> list[list[int]]:
-    """Return (type, number) of each clique, in NVML's order."""
     return sorted(fabric.get("cliques") or [[_UNICAST_POINTER, fabric.get("clique", 0)]])
 
 
@@ -609,7 +593,6 @@ def _first_clique(fabric: dict[str, Any]) -> int:
 
 
 def _health(fabric: dict[str, Any]) -> tuple[int, int]:
-    """Return the health mask and the health summary."""
     summary = fabric.get("health_summary", 0)
     is_complete = fabric.get("state") == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
     return fabric.get("health_mask", 0), summary or int(is_complete)

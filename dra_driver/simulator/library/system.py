@@ -1,6 +1,4 @@
-"""The whole machine: driver and CUDA versions, enumeration, identity, and events, including events that other
-processes raise.
-"""
+"""The whole machine: versions, enumeration, identity, and events, including those that other processes raise."""
 
 from __future__ import annotations
 
@@ -33,16 +31,12 @@ from dra_driver.simulator.mig import Refusal
 _SET_BASE = 0x7E10_0000_0000
 _set_numbers = itertools.count(1)
 _device_files: dict[int, Session] = {}
-"""By event set. The real driver keeps a GPU's device file open from its registration until the set is freed, even
-after a shutdown.
-"""
+"""By event set. The real driver keeps a GPU's device file open until the set is freed, even after a shutdown."""
 _POLL_S = 1.0
-"""How often a wait for events looks for changes by other processes."""
+"""How often a wait for events checks for changes by other processes."""
 
 
 class System(Core):
-    """nvmlInit, nvmlSystem*, and the functions that return handles."""
-
     # the method names are C symbols, which the binding looks up by name
     def nvmlInit_v2(self) -> int:  # noqa: N802
         return self.init()
@@ -78,14 +72,14 @@ class System(Core):
         put(out, int(self.state().system.get("confidential_ready", False)))
 
     def _confidential(self, architecture: int) -> str:
-        """Return the mode. Refuses unless a GPU has this architecture or a newer one."""
+        """Refuse unless a GPU has this architecture or a newer one."""
         state = self.state()
         if all(state.model_of(gpu).architecture < architecture for gpu in state.present):
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return str(state.system.get("confidential_compute", "off"))
 
     def _put_confidential(self, out: Any, mode: str) -> None:
-        """With protected PCIe, the confidential computing feature is off, as on real GPUs."""
+        """Switch the confidential computing feature off with protected PCIe, as on real GPUs."""
         out.environment = (
             pynvml.NVML_CC_SYSTEM_ENVIRONMENT_UNAVAILABLE
             if mode == "off"
@@ -168,8 +162,8 @@ class System(Core):
 
 @dataclass(slots=True)
 class _EventSet:
-    """An event set. For each GPU, `masks` has the event types, the last event before its registration, and its number
-    of resets at registration. `checked` is the version of the state that was last searched for events.
+    """For each GPU, `masks` has the event types, the last event before its registration, and its number of resets
+    then.
     """
 
     masks: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -179,10 +173,9 @@ class _EventSet:
 
 
 class Waiting(Core):
-    """nvmlEventSet*, nvmlDeviceRegisterEvents.
+    """A reset of a GPU, also by a change of its MIG mode, silently ends its registrations.
 
-    A reset of a GPU, including one by a change of its MIG mode, silently ends its registrations. After a GPU is lost,
-    a wait first returns the earlier events, then GPU_IS_LOST once for each set and GPU.
+    After a GPU is lost, a wait first returns the earlier events, then GPU_IS_LOST once for each set and GPU.
     """
 
     def __init__(self, machine: Any) -> None:

@@ -2,10 +2,8 @@
 # ruff: noqa: PTH100, PTH101, PTH103, PTH105, PTH107, PTH108, PTH110, PTH120, PTH123, S103, S108
 """The MPS control program of a simulated machine: the daemon (-f), and the command line to it (no option).
 
-It supports only the queries of the plugin and the MPS host, and enforces no limits;
-tests/mps_host/test_real_programs.py uses NVIDIA's own program. It needs only Python's standard library. A file of the
-machine overrides its behaviour, for "*" or a device's UUID: it can `say` lines, sleep for `sleep_s`, `exit` with a
-code instead of serving, give `answers` by command, or be `silent`.
+It enforces no limits. A file of the machine overrides its behaviour, for "*" or a device's UUID: it can `say` lines,
+sleep for `sleep_s`, `exit` with a code instead of serving, give `answers` by command, or be `silent`.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ LONGEST_SOCKET = 106
 
 
 def command_line() -> int:
-    """Send the lines of standard input to the daemon, and print an answer for each."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"{PIPE}/control")
@@ -54,7 +51,6 @@ def command_line() -> int:
 
 
 def rules() -> dict[str, Any]:
-    """Return the current overrides of the daemon's behaviour."""
     try:
         with open(f"{ROOT}/var/lib/nvidia-simulator/mps.json") as file:
             known = json.load(file)
@@ -68,8 +64,6 @@ def log(text: str) -> None:
 
 
 class Daemon:
-    """The daemon's state: the default limits, and one server with its clients, which does no work."""
-
     def __init__(self) -> None:
         self.percentage = 100.0
         self.memory: dict[str, int] = {}
@@ -125,7 +119,7 @@ class Daemon:
             os.replace(f"{path}.new", path)
 
     def talk(self, connection: socket.socket) -> bool:
-        """Answers what a program has sent; returns False if it has left."""
+        """Return False if the program has left."""
         try:
             lines = connection.recv(65536).decode(errors="replace").splitlines()
             if rules().get("silent"):
@@ -158,9 +152,7 @@ class Daemon:
 
 
 def listen(name: str) -> socket.socket:
-    """Return a socket in the pipe directory. Replaces an old one, because the real program leaves its
-    sockets behind.
-    """
+    """Replace an old socket, because the real program leaves its sockets behind."""
     if os.path.lexists(f"{PIPE}/{name}"):
         os.unlink(f"{PIPE}/{name}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -206,9 +198,7 @@ def daemon() -> int:
 
 
 def main(options: list[str]) -> int:
-    """Return the exit code. Before R555 the program accepts only one option; with more it searches for a daemon and
-    exits.
-    """
+    """Accept only one option before R555, like the real program, which otherwise searches for a daemon and exits."""
     if options == ["-f"] or (options == ["-f", "-multiuser-server"] and BRANCH >= 555):
         return daemon()
     if not options:

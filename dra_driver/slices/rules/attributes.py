@@ -1,7 +1,7 @@
 """Converts a device to the form of resource.k8s.io/v1: its attributes and capacities.
 
-Names and types are those of NVIDIA's own driver, because users' CEL selectors and other schedulers depend on
-them. Every attribute except `type` is best effort: unknown values are omitted, never 0 or "N/A".
+Names and types are those of NVIDIA's own driver, because users' CEL selectors and other schedulers depend on them.
+Unknown values are omitted, never 0 or "N/A".
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from dra_driver.sharing.rules.shared_device import MEMORY, MULTIPROCESSORS, SHAR
 _LEADING_NUMBERS = re.compile(r"^v?(\d+(?:\.\d+)*)")
 
 MAX_ATTRIBUTES_AND_CAPACITIES: Final = 32
-"""The API's limit for a device."""
 MAX_STRING_BYTES = 64
 _MIB = 1 << 20
 
@@ -42,11 +41,8 @@ _KINDS: Final[tuple[_Kind, ...]] = (WholeGpu, StaticMigDevice, DynamicMigDevice,
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An attribute or capacity, and how it is found for each kind of device: `gpu` for whole GPUs, `mig`, `vfio`, and
-    `both` for whole GPUs and for MIG devices, which have their GPU's value. `static` MIG devices exist already.
-
-    A function returns None if the value is unknown. Capacities are a `count`, or `bytes`. `says` describes the value in
-    docs/api.md.
+    """An attribute or capacity, and how it is found for each kind of device: `both` are whole GPUs and MIG devices,
+    `static` MIG devices exist already. A function returns None if the value is unknown.
     """
 
     name: str
@@ -60,11 +56,9 @@ class Entry:
 
     @property
     def is_capacity(self) -> bool:
-        """Whether the entry is a capacity, not an attribute."""
         return self.type in ("count", "bytes")
 
     def of(self, kind: _Kind) -> Callable[[Any, Inventory], Any] | None:
-        """Return the function for a class of devices; None if they do not have the entry."""
         of_kind = {
             WholeGpu: self.gpu or self.both,
             StaticMigDevice: self.static or self.mig or self.both,
@@ -112,7 +106,7 @@ def _limits(gpu: Gpu) -> tuple[int | None, int | None]:
 
 
 def _bus_id(bus_id: str | None) -> str | None:
-    """Return None for a larger domain than the standard attribute allows, which is four digits."""
+    """Return None for a domain of more than four digits, which the standard attribute does not allow."""
     return bus_id if bus_id is not None and len(bus_id) == len("0000:00:00.0") else None
 
 
@@ -200,16 +194,13 @@ ENTRIES: Final = (
     Entry("trayIndex", "int", f"{_IN_RACK}, among the compute trays of the chassis",
           gpu=lambda device, _: device.gpu.chassis and device.gpu.chassis.tray),
 )  # fmt: skip
-"""All attributes and capacities, the most important first: if a device has more than the API allows, the last ones give
-way, so that the device itself is published. Entries without a function are added to shared devices.
+"""The most important first: if a device has more than the API allows, the last ones give way. Entries without a
+function are added to shared devices.
 """
 
 
 def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule | None = None) -> JsonObject:
-    """Return one entry of `spec.devices`: `{"name", "attributes", "capacity"}`.
-
-    With a rule, several claims may hold the device at the same time.
-    """
+    """Return one entry of `spec.devices`, which several claims may hold at the same time if it has a rule."""
     attributes, amounts = attributes_of(device, inventory), _amounts_of(device, inventory)
     if bound is None:
         capacity: JsonObject = {name: {"value": _quantity(name, amount)} for name, amount in amounts.items()}
@@ -229,13 +220,11 @@ def attributes_of(device: OfferedDevice, inventory: Inventory) -> JsonObject:
 
 
 def _amounts_of(device: OfferedDevice, inventory: Inventory) -> dict[str, int]:
-    """Return the known capacities of a device, such as `{"memory": 85520809984}`; memory in bytes."""
     found = {one.name: of(device, inventory) for one, of in _BY_KIND[type(device)][1]}
     return {name: amount for name, amount in found.items() if amount is not None}
 
 
 def _entries_by_kind(entries: tuple[Entry, ...]) -> Mapping[_Kind, tuple[_Found, _Found]]:
-    """Return the attributes and the capacities that the devices of each class can have."""
     of_kind = {kind: [(one, of) for one in entries if (of := one.of(kind)) is not None] for kind in _KINDS}
     return {
         kind: (
@@ -261,7 +250,6 @@ def _quantity(name: str, amount: int) -> str:
 
 
 def _wire(kind: str, value: Any) -> JsonObject | None:
-    """Return an attribute's value in API form; None if it is unknown, empty, or not a version."""
     if kind == "version":
         value = semver(value)
         if value is None or len(value) > MAX_STRING_BYTES:
@@ -275,8 +263,7 @@ def _wire(kind: str, value: Any) -> JsonObject | None:
 def semver(text: str | None) -> str | None:
     """Return a driver version as SemVer 2.0.0: `570.124.06` becomes `570.124.6`; None without a number.
 
-    A fourth component becomes build metadata, which comparisons ignore: `6.19.14.31400000` becomes
-    `6.19.14+31400000`. Missing components are zero.
+    A fourth component becomes build metadata: `6.19.14.31400000` becomes `6.19.14+31400000`.
     """
     match = _LEADING_NUMBERS.match((text or "").strip())
     if match is None:

@@ -1,11 +1,7 @@
-"""The only builder of ResourceSlices: converts an inventory to the desired pool of this node, within the API
-server's limits.
+"""The only builder of ResourceSlices: converts an inventory to the desired pool of this node.
 
-The format of values, versions, quantities and request policies depends only on this code, and tests validate
-it for every machine and sharing rule. The number of devices and NVML's names depend on the hardware: a device
-that exceeds a limit must not cost the node its other devices.
-
-Source of the limits: validation of resource.k8s.io/v1 as of Kubernetes 1.37.
+A device that exceeds a limit must not cost the node its other devices. Source of the limits: validation of
+resource.k8s.io/v1 as of Kubernetes 1.37.
 """
 
 from __future__ import annotations
@@ -40,10 +36,7 @@ Taints = Callable[[OfferedDevice], Sequence[JsonObject]]
 
 @dataclass(frozen=True, slots=True)
 class TaintLimits:
-    """The API server's limits for the taints of a device. It rejects the whole slice if a device exceeds them.
-
-    `informational`: taints without an effect are allowed. `most`: the maximum number of taints.
-    """
+    """The API server rejects the whole slice if a device exceeds these. `informational`: without an effect."""
 
     informational: bool = True
     most: int = MAX_TAINTS
@@ -55,35 +48,31 @@ OLDEST_TAINTS = TaintLimits(informational=False, most=_MAX_TAINTS_BEFORE)
 
 
 def untainted(device: OfferedDevice) -> Sequence[JsonObject]:
-    """Return no taints."""
     return ()
 
 
 def none_withheld(device: OfferedDevice) -> bool:
-    """Return False for every device."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class SliceContent:
-    """The content of one slice of a pool: devices or counter sets, never both (Kubernetes 1.35 and newer)."""
+    """Devices or counter sets, never both (Kubernetes 1.35 and newer)."""
 
     devices: tuple[JsonObject, ...] = ()
     shared_counters: tuple[JsonObject, ...] = ()
 
     @property
     def entries(self) -> tuple[JsonObject, ...]:
-        """The devices or counter sets."""
         return self.devices + self.shared_counters
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The desired state of one pool: its slices in index order.
+    """The desired slices in index order; at least one, to distinguish "no devices" from "no driver".
 
-    There is at least one slice, even if it is empty, to distinguish "no devices" from "no driver". `faults` describe
-    the devices that the API server would reject. `notes` describe devices with fewer shares than the node's sharing
-    policy says, or with omitted attributes or capacities. `withheld` are the names of devices that must not be used.
+    `faults` describe the devices that the API server would reject, `notes` those with fewer shares than configured or
+    with omitted attributes. `withheld` names devices that must not be used.
     """
 
     name: str
@@ -112,14 +101,10 @@ def build_pool(
     power: PowerPolicy = NO_POWER_POLICY,
 ) -> Pool:
     """Return the pool of a node: counter sets, then devices in PCI order, in slices within the API's limits.
-    The result is deterministic.
 
-    Devices with a rule in `sharing` can be allocated several times. `taints` returns the taints of a device in API
-    form; devices for which `withheld` is True are omitted. A device that the API server would reject is omitted and
-    reported in `faults`, so that it never costs the node its other devices. Devices are published together with their
-    counters. With `compatibility_groups` each device also states which devices of its counter set can be allocated next
-    to it, so that the scheduler separates GPUs from MIG devices. With a budget in `power`, each GPU consumes its
-    default limit from the counter set `power`.
+    Devices for which `withheld` is True are omitted, and also, reported in `faults`, those that the API server would
+    reject. With `compatibility_groups` the scheduler separates GPUs from MIG devices of the same counter set. With a
+    budget in `power`, each GPU consumes its default limit from the counter set `power`.
     """
     faults: list[str] = []
     counters, refused = _counter_sets(inventory, faults)
@@ -174,7 +159,6 @@ def build_pool(
 
 
 def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, JsonObject], set[str]]:
-    """Return the counter set of each GPU that has one, by UUID, and the GPUs whose set would be rejected."""
     sets: dict[str, JsonObject] = {}
     refused: set[str] = set()
     for gpu in inventory.offered_gpus:
@@ -191,7 +175,7 @@ def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, Js
 
 
 def _power_set(inventory: Inventory, power: PowerPolicy) -> JsonObject | None:
-    """Return the counter set of the node's power budget, less the GPUs with static MIG devices, which always count."""
+    """Return the node's power budget, less the GPUs with static MIG devices, which always count."""
     if power.budget_w is None:
         return None
     divided = [power.counted_w(gpu) or power.budget_w for gpu in inventory.offered_gpus if gpu.mig_enabled]
@@ -212,9 +196,8 @@ def _entry(
 
 
 def _without_excess(device: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
-    """Return the device with at most the allowed number of attributes and capacities, and the names of the others.
-
-    Capacities of 0 give way first, then the last of `ENTRIES`.
+    """Return the device within the API's limit, and the omitted names: capacities of 0 first, then the last of
+    `ENTRIES`.
     """
     capacity = device.get("capacity", {})
     excess = len(device["attributes"]) + len(capacity) - MAX_ATTRIBUTES_AND_CAPACITIES
@@ -255,8 +238,8 @@ def _group(device: OfferedDevice) -> str:
 def _blocks(gpu: Gpu, devices: Sequence[JsonObject], *, has_card: bool) -> Iterator[_Block]:
     """Yield a block for each device without counters, and one for all devices of a counter set.
 
-    The block of a counter set reserves room for every device that the GPU could have, so that a change to one GPU never
-    moves a device of another GPU to another slice.
+    That block reserves room for every device that the GPU could have, so that a change to one GPU never moves a device
+    of another GPU to another slice.
     """
     profiles = gpu.partitioning.profiles if gpu.partitioning is not None and has_counters(gpu) else ()
     if not profiles and not has_card:
@@ -273,13 +256,11 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:
 
 
 def device_faults(device: JsonObject) -> list[str]:
-    """Return a text for each rule of the API server that this device breaks."""
     name = device["name"]
     return [] if is_dns_label(name) else [f"device {name!r}: the name is not a DNS label"]
 
 
 def counter_set_faults(entry: JsonObject) -> list[str]:
-    """Return a text if this counter set has no counters or too many."""
     count = len(entry["counters"])
     if 0 < count <= MAX_COUNTERS_PER_SET:
         return []
@@ -289,9 +270,6 @@ def counter_set_faults(entry: JsonObject) -> list[str]:
 
 
 def has_its_counters(device: JsonObject, counter_sets: Iterable[JsonObject]) -> bool:
-    """Whether the pool has all counters that the device consumes; otherwise the API server rejects the
-    device.
-    """
     known: JsonObject = {entry["name"]: entry["counters"] for entry in counter_sets}
     return all(
         use["counters"].keys() <= known.get(use["counterSet"], {}).keys()

@@ -1,9 +1,9 @@
-"""Computes the fewest writes that turn existing slices into a desired pool; compares slices by meaning; and
-finds fields that an API server dropped because a feature gate is off.
+"""Computes the fewest writes that turn existing slices into a desired pool, and finds fields that an API server
+dropped.
 
 The rules match those of the upstream publishing helper, so no slice is rewritten when one driver takes over from
 another. A slice's index is in the object's name. A pool keeps its generation if no slice is created and at most one
-changes. Obsolete slices are deleted before anything is written.
+changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _MIN_INDEX_DIGITS = 5
 MAX_GENERATION: Final = 2**63 - 1
 """The API server refuses a larger one with 400."""
 Path = tuple[str | int, ...]
-"""Field names and list indexes."""
 UNKNOWN_GATE: Final = "unknown"
 PARTITIONS_GATE: Final = "DRAPartitionableDevices"
 TAINTS_GATE: Final = "DRADeviceTaints"
@@ -30,7 +29,7 @@ SHARES_GATE: Final = "DRAConsumableCapacity"
 GROUPS_GATE: Final = "DRADeviceCompatibilityGroups"
 
 Drop = tuple[str, str]
-"""The path of a missing or changed field, and its feature gate or "unknown"."""
+"""The path of a missing or changed field, and its feature gate."""
 
 _COMPARED = ("devices", "sharedCounters")
 _GATES: Final[Mapping[str, str]] = {
@@ -41,13 +40,10 @@ _GATES: Final[Mapping[str, str]] = {
     "allowMultipleAllocations": SHARES_GATE,
     "requestPolicy": SHARES_GATE,
 }
-"""Only for fields that this plugin writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The publisher's identity: driver, node and the UID of the Node object, which owns the slices."""
-
     driver: str
     node_name: str
     node_uid: str
@@ -55,8 +51,6 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class SliceChanges:
-    """Writes in the required order: deletes, updates, creates (all in v1 form)."""
-
     deletes: tuple[JsonObject, ...] = ()
     updates: tuple[JsonObject, ...] = ()
     creates: tuple[JsonObject, ...] = ()
@@ -73,10 +67,9 @@ def slice_changes(
 ) -> SliceChanges:
     """Return the writes after which the node's slices match the pool exactly.
 
-    `existing` are all slices of this driver on this node, of any pool; slices of other pools are obsolete.
-    `undeletable` are UIDs of slices that the API server does not delete. If such an obsolete slice has the current
-    generation, it would count as part of the pool, so the pool moves to a new generation. After the last generation,
-    all slices are deleted and created again, because the scheduler ignores a lower one.
+    `existing` are all slices of this driver on this node. If a slice in `undeletable` (UIDs) is obsolete and has the
+    current generation, it would count as part of the pool, so the pool moves to a new generation. After the last
+    generation, all slices are deleted and created again, because the scheduler ignores a lower one.
     """
     ours = [entry for entry in existing if entry["spec"]["pool"]["name"] == pool.name]
     foreign = [entry for entry in existing if entry["spec"]["pool"]["name"] != pool.name]
@@ -106,7 +99,6 @@ def slice_changes(
 
 
 def slice_index(entry: JsonObject) -> int:
-    """Return the pool index of a slice that will be written."""
     metadata = entry["metadata"]
     return int((metadata.get("name") or metadata["generateName"]).partition("-")[0], 16)
 
@@ -118,7 +110,6 @@ def _index_digits(count: int) -> int:
 def _match(
     existing: Sequence[JsonObject], generation: int, count: int
 ) -> tuple[dict[int, JsonObject], list[JsonObject]]:
-    """Return existing slices by the index in their name, and obsolete slices."""
     matched: dict[int, JsonObject] = {}
     obsolete: list[JsonObject] = []
     pattern = re.compile(rf"^([0-9a-f]{{{_index_digits(count)}}})-")
@@ -187,7 +178,7 @@ def _created(pool: Pool, index: int, generation: int, owner: Owner) -> JsonObjec
 
 
 def _owner_reference(owner: Owner) -> JsonObject:
-    """Return exactly the fields that the garbage collector and the admission of other drivers expect."""
+    """Return the fields that the garbage collector and the admission of other drivers expect."""
     return {
         "apiVersion": "v1",
         "kind": "Node",
@@ -216,7 +207,7 @@ def _spec(pool: Pool, index: int, generation: int, owner: Owner) -> JsonObject:
 
 
 def _copied(device: JsonObject) -> JsonObject:
-    """Return a copy, so that adding taint times does not change the desired state."""
+    """Copy, so that adding taint times does not change the desired state."""
     copy = dict(device)
     if "taints" in copy:
         copy["taints"] = [dict(taint) for taint in copy["taints"]]
@@ -224,7 +215,6 @@ def _copied(device: JsonObject) -> JsonObject:
 
 
 def same_content(existing: Any, wanted: Any) -> bool:
-    """Whether both have the same meaning for a consumer."""
     return next(differences(existing, wanted), None) is None
 
 
@@ -233,9 +223,8 @@ def differences(
 ) -> Iterator[Path]:
     """Yield the paths at which `existing` differs from `wanted`.
 
-    Quantities are compared by value; the order of lists matters; absent and empty are equal. Ignores the `timeAdded` of
-    a taint if only the server set it, or if it differs by at most one second, because the server rounds.
-    `are_quantities`: every text is a quantity.
+    Quantities are compared by value; absent and empty are equal. A taint's `timeAdded` may be the server's, or differ
+    by one second, because the server rounds.
     """
     if _is_empty(existing) and _is_empty(wanted):
         return
@@ -280,9 +269,6 @@ def _is_same_second(existing: Any, wanted: Any) -> bool:
 
 
 def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[Drop, ...]:
-    """Return the fields of `sent` that are missing or different in `returned`, which are both v1 ResourceSlices. Empty
-    if the server stored everything.
-    """
     sent_spec, returned_spec = sent.get("spec") or {}, returned.get("spec") or {}
     found = (
         path
@@ -293,12 +279,10 @@ def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[Drop
 
 
 def fields_of(gates: Set[str]) -> list[Drop]:
-    """Return the device fields of these gates."""
     return [(f"spec.devices[].{name}", gate) for name, gate in _GATES.items() if gate in gates]
 
 
 def without_fields(pool: Pool, gates: Set[str]) -> Pool:
-    """Return the pool without the fields of these feature gates in devices and capacities."""
     if not gates:
         return pool
     slices = (
@@ -320,9 +304,6 @@ def _without(fields: dict[str, Any], gates: Set[str]) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Return the path as text, such as `spec.devices[0].taints`. Names with dots or slashes are in brackets, as in the
-    API's own field paths.
-    """
     parts = (
         f".{part}" if isinstance(part, str) and part.replace("_", "").isalnum() else f"[{part}]"
         for part in path
@@ -331,7 +312,6 @@ def _text(path: Path) -> str:
 
 
 def _gate(path: Path) -> str:
-    """Return the gate of the innermost field that has one."""
     return next(
         (_GATES[part] for part in reversed(path) if isinstance(part, str) and part in _GATES), UNKNOWN_GATE
     )

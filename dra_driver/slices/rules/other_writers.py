@@ -9,27 +9,23 @@ from dra_driver.model.dataclass import dataclass
 from dra_driver.model.schema import JsonObject
 
 _ONE_TIME_S = 2.0
-"""A driver writes its slices one after the other, so all writes within this time of the first count as one."""
+"""A driver writes its slices one after the other; writes within this time count as one."""
 _CALM_S = 180.0
-"""How long a writer must be quiet to count as gone. A writer may pause for a while: upstream's helper waits 30 s, as we
-do.
-"""
+"""How long a writer must be quiet to count as gone. Upstream's helper may wait 30 s, as we do."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherWriter:
-    """The field manager of another writer, such as `gpu-kubelet-plugin`, and the last slice that it wrote."""
+    """A field manager, such as `gpu-kubelet-plugin`, and the last slice that it wrote."""
 
     manager: str
     slice_name: str
 
 
 class OtherWriters:
-    """Detects a second writer when it changes or recreates a slice for the second time. `manager` is our own
-    field manager.
+    """Detects a second writer when it changes or recreates a slice for the second time.
 
-    The first time may be a hand-over: another driver wrote the slices before it was removed. Times are
-    seconds of a monotonic clock.
+    The first time may be a hand-over from a driver that was removed. Times are seconds of a monotonic clock.
     """
 
     def __init__(self, manager: str) -> None:
@@ -40,11 +36,9 @@ class OtherWriters:
         self._writer: OtherWriter | None = None
 
     def settled(self, slices: Iterable[JsonObject]) -> None:
-        """Record that these slices are correct, no matter who wrote them."""
         self._seen = frozenset(map(_version, slices))
 
     def differing(self, slices: Iterable[JsonObject], now: float) -> None:
-        """Record that these slices are not correct, and who wrote them."""
         for entry in slices:
             manager = None if _version(entry) in self._seen else self._other(entry)
             self._seen |= {_version(entry)}
@@ -58,14 +52,12 @@ class OtherWriters:
             self._writer = OtherWriter(manager, str(entry["metadata"]["name"]))
 
     def current(self, now: float) -> OtherWriter | None:
-        """Return the writer that has changed slices twice; None after three minutes without changes."""
         return self._writer if self._times > 1 and now - self._last < _CALM_S else None
 
     def _other(self, entry: JsonObject) -> str | None:
         """Return who wrote this version, if not us.
 
-        Times are whole seconds. If we and another manager wrote in the same second, it was the other manager, because
-        our own write would not differ.
+        If two managers wrote in the same second, it was the other one, because our own write would not differ.
         """
         fields = entry["metadata"].get("managedFields") or ()
         newest = max((str(field.get("time") or "") for field in fields), default="")

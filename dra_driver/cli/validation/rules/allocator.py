@@ -1,9 +1,6 @@
-"""Allocates devices to claims like kube-scheduler of Kubernetes 1.37 on one node. Objects are in stored form
-(v1).
+"""Allocates devices to claims like kube-scheduler of Kubernetes 1.37 on one node. Objects are in stored form (v1).
 
-Supported: `exactly` and `firstAvailable`, counts and `All`, class and request selectors, `matchAttribute` and
-`distinctAttribute`, adminAccess, taints and tolerations, shared counters, consumable capacity, several claims of a
-pod. Anything else is refused. tests/playground/test_kube_allocator.py compares it with Kubernetes' own allocator.
+Anything unsupported is refused. tests/playground/test_kube_allocator.py compares this with Kubernetes' own allocator.
 """
 
 from __future__ import annotations
@@ -23,18 +20,15 @@ from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 
 Amounts = Mapping[str, str]
-"""Quantities by capacity name, as the device spells it."""
+"""By capacity name, as the device spells it."""
 
 
 def shareable(device: Mapping[str, Any]) -> bool:
-    """Whether the device can be allocated several times."""
     return bool(device.get("allowMultipleAllocations"))
 
 
 def consumption(requests: Mapping[str, Any], device: Mapping[str, Any]) -> Amounts | None:
-    """Return what an allocation consumes of every capacity, including zeros; None if even a free device cannot serve
-    the requests.
-    """
+    """Return what an allocation consumes of every capacity; None if even a free device cannot serve it."""
     # kube-scheduler compares names literally, so `gpu.nvidia.com/memory` is not the capacity `memory`.
     if not requests.keys() <= (device.get("capacity") or {}).keys():
         return None
@@ -49,7 +43,6 @@ def consumption(requests: Mapping[str, Any], device: Mapping[str, Any]) -> Amoun
 
 
 def fits(device: Mapping[str, Any], shares: Iterable[Amounts]) -> bool:
-    """Whether the device has enough capacity for all of these shares together."""
     sums: dict[str, Fraction] = {}
     for share in shares:
         for name, amount in share.items():
@@ -59,7 +52,6 @@ def fits(device: Mapping[str, Any], shares: Iterable[Amounts]) -> bool:
 
 
 def shares_of(claim: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], Amounts]]:
-    """Yield (driver, pool, device) and consumption of every share that a claim holds."""
     for result in allocation_results(claim):
         if result.get("shareID") and not result.get("adminAccess"):
             key = (result["driver"], result["pool"], result["device"])
@@ -72,7 +64,6 @@ def amount_of(text: Any) -> Fraction:
 
 
 def _amount_of(wanted: str | None, entry: Mapping[str, Any]) -> str | None:
-    """Return the consumed amount of one capacity; None if the policy does not allow it."""
     policy = entry.get("requestPolicy") or {}
     if wanted is None:
         return str(policy.get("default", entry["value"]))
@@ -111,7 +102,7 @@ _MAX_TRIES = 100_000
 
 
 class AllocationError(Exception):
-    """The claims cannot be allocated: nothing fits, or they use an unsupported feature."""
+    """Nothing fits, or a feature is unsupported."""
 
 
 class NoChoiceError(AllocationError):
@@ -123,14 +114,12 @@ class UndecidedError(AllocationError):
 
 
 class _TooManyError(Exception):
-    """With these devices a claim would exceed its maximum number of devices."""
+    """The claim would exceed its maximum number of devices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A device of a pool on the node. `is_here` is False if the pool assigns the device to another node. `counters`
-    is its consumption of the pool's counters.
-    """
+    """`is_here` is False if the pool assigns the device to another node."""
 
     id: DeviceId
     device: Mapping[str, Any]
@@ -141,11 +130,10 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The device's name in its pool."""
         return self.id[2]
 
     def matches(self, selector: Selector) -> bool:
-        """Whether a selector matches, evaluated once. Raises: SelectorError."""
+        """Evaluate a selector once. Raises: SelectorError."""
         if selector not in self._verdicts:
             self._verdicts[selector] = selector.matches(self.view)
         return self._verdicts[selector]
@@ -153,8 +141,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request or subrequest, with everything that decides whether a device fits."""
-
     name: str
     class_name: str
     class_selectors: tuple[Selector, ...] = ()
@@ -165,12 +151,12 @@ class Wanted:
     capacity: Mapping[str, Any] = field(default_factory=dict)
 
     def untolerated(self, candidate: Candidate) -> Mapping[str, Any] | None:
-        """Return a taint that keeps this request off the device, even with adminAccess; None if there is none."""
+        """Return a taint that keeps this request off the device, even with adminAccess."""
         taints = candidate.device.get("taints") or ()
         return next((taint for taint in taints if not is_tolerated(taint, self.tolerations)), None)
 
     def selects(self, candidate: Candidate) -> bool:
-        """Whether the selectors match the device, and it has the capacities. Raises: AllocationError."""
+        """Whether the selectors and capacities fit. Raises: AllocationError."""
         try:
             chosen = all(candidate.matches(one) for one in (*self.class_selectors, *self.selectors))
         except SelectorError as error:
@@ -181,7 +167,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A device that is chosen for a request; `claim` is the number of the claim."""
+    """`claim` is the number of the claim."""
 
     claim: int
     wanted: Wanted
@@ -189,21 +175,17 @@ class Pick:
 
     @property
     def is_share(self) -> bool:
-        """Whether the device may have other allocations."""
         return shareable(self.candidate.device)
 
     def consumes(self) -> Amounts:
-        """Return what this allocation consumes of the device's capacities."""
         return consumption(self.wanted.capacity, self.candidate.device) or {}
 
 
 @dataclass(slots=True)
 class FreeDevices:
-    """The state of a node's devices: candidates in the scheduler's order, devices allocated in whole or in shares,
-    and remaining counters.
+    """Candidates are in the scheduler's order.
 
-    `unusable` are pools of the node with a problem: their devices are not candidates, and requests for all devices
-    fail.
+    `unusable` are pools with a problem: their devices are not candidates, and requests for all devices fail.
     """
 
     candidates: list[Candidate]
@@ -233,7 +215,6 @@ def allocate(
 
 
 def devices_of(specs: Iterable[JsonObject]) -> FreeDevices:
-    """Return the devices and counters of slices that make up complete pools of the node, in their order."""
     found = FreeDevices([], set())
     for spec in specs:
         pool = spec["driver"], spec["pool"]["name"]
@@ -254,7 +235,6 @@ def devices_of(specs: Iterable[JsonObject]) -> FreeDevices:
 
 
 def less(empty: FreeDevices, claims: Iterable[JsonObject]) -> FreeDevices:
-    """Return the devices and counters that are left after these claims."""
     taken: set[DeviceId] = set()
     shares: dict[DeviceId, list[Amounts]] = {}
     for claim in claims:
@@ -298,7 +278,7 @@ class _Search:
                     )
 
     def _count(self, claim: int, wanted: Wanted) -> int:
-        """Return how many devices a request needs. For allocationMode All, the devices are determined here."""
+        """For allocationMode All, this determines the devices."""
         if wanted.count is not None:
             return wanted.count
         if self._left.unusable:
@@ -307,16 +287,12 @@ class _Search:
         return len(self._all[claim, wanted.name])
 
     def found(self) -> list[Pick] | None:
-        """Return a device for each request of each claim; None if there is no such choice. Raises:
-        AllocationError.
-        """
         try:
             return self._next(0, [])
         except _TooManyError:
             raise AllocationError(_too_many(_MAX_RESULTS + 1)) from None
 
     def _next(self, index: int, picks: list[Pick]) -> list[Pick] | None:
-        """Serve the request at this index and the following ones."""
         if index == len(self.requests):
             return picks
         claim, variants = self.requests[index]
@@ -338,7 +314,7 @@ class _Search:
     def _devices(
         self, index: int, wanted: Wanted, number: int, start: int, picks: list[Pick]
     ) -> list[Pick] | None:
-        """Choose the remaining devices of a request that already has `number` devices, from candidate `start` on."""
+        """Choose the remaining devices of a request that has `number` devices, from candidate `start` on."""
         claim = self.requests[index][0]
         everything = self._all.get((claim, wanted.name))
         if everything == []:
@@ -430,8 +406,7 @@ def _held(claim: JsonObject) -> Iterator[DeviceId]:
 
 
 def all_wanted(devices: JsonObject, classes: Mapping[str, JsonObject]) -> list[list[Wanted]]:
-    """Return the alternatives of each request of a claim, in order of preference. `devices` is the claim's
-    `spec.devices`.
+    """Return the alternatives of each request, in order of preference.
 
     Raises: AllocationError, InvalidConfigError, NotJudgedError.
     """
@@ -462,7 +437,6 @@ def _selectors(body: JsonObject) -> tuple[Selector, ...]:
 
 
 def is_tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one of the tolerations keeps the scheduler from rejecting a device with this taint."""
     if taint.get("effect") == "None":
         return True
     return any(
@@ -477,7 +451,6 @@ def is_tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, An
 
 
 def _holds(constraint: Mapping[str, Any], picks: list[Pick]) -> bool:
-    """Whether the picks so far satisfy a constraint of the claim."""
     names = constraint.get("requests") or ()
     name = constraint.get("matchAttribute") or constraint["distinctAttribute"]
     domain, _, identifier = name.rpartition("/")
@@ -523,7 +496,6 @@ def _result(pick: Pick) -> JsonObject:
 
 
 def _class_config(picks: list[Pick], classes: Mapping[str, JsonObject]) -> Iterator[JsonObject]:
-    """Yield the class configuration of each served request, in request order."""
     for wanted in {pick.wanted.name: pick.wanted for pick in picks}.values():
         for entry in classes[wanted.class_name]["spec"].get("config") or ():
             yield {"source": "FromClass", "requests": [wanted.name], **entry}

@@ -1,8 +1,7 @@
-"""Evaluates CEL selectors as Kubernetes does, with the official implementation, cel-expr-python, plus
-quantities and versions.
+"""Evaluates CEL selectors as Kubernetes does, with cel-expr-python, plus quantities and versions.
 
-The image does not include the package. These parts of Kubernetes' CEL are missing here: libraries for networks and
-URLs, some list functions, find(), and cost limits.
+The image does not include the package. Missing here: libraries for networks and URLs, some list functions, find(),
+and cost limits.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from dra_driver.model.units import parse_quantity
 
 
 class SelectorError(Exception):
-    """A selector fails on a device, for example because of a missing key. That ends the allocation of a claim."""
+    """A selector fails on a device. That ends the allocation of a claim."""
 
 
 class NotJudgedError(Exception):
-    """Only the API server can evaluate the selector. A missing verdict is better than a wrong one."""
+    """Only the API server can evaluate the selector."""
 
 
 class Version(str):
-    """An attribute of the type `version`. In CEL it is not equal to one of the type `string`."""
+    """In CEL it is not equal to a `string`."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """A device as CEL sees it: attributes and capacities by domain and name. Capacities are unparsed."""
+    """Attributes and unparsed capacities by domain and name."""
 
     driver: str
     attributes: Mapping[str, Mapping[str, Any]]
@@ -76,7 +75,7 @@ _ONLY_KUBERNETES = frozenset(
     {"authorizer", "cidr", "find", "findAll", "includes", "indexOf", "ip", "isCIDR", "isIP", "isSorted", "isURL",
      "lastIndexOf", "max", "min", "named", "sum", "url"}
 )  # fmt: skip
-"""Functions of the API server that the package lacks, at least for lists."""
+"""Functions that the package lacks, at least for lists."""
 _SEMVER = re.compile(
     r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)"
     r"(?:-((?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*)(?:\.(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*))*))?"
@@ -97,7 +96,6 @@ _INT64 = 1 << 63
 
 
 def reading(text: str) -> str:
-    """Return how to write the attribute or capacity that a selector names in brackets."""
     found = _NAME_IN_BRACKETS.search(text)
     kind, domain, name = (
         ("attributes", None, "productName") if found is None else (found[1], found[3], found[4])
@@ -183,7 +181,7 @@ def _value(value: Any) -> Any:
 
 
 def _quantity(text: str) -> Any:
-    """Return the quantity as a protobuf message, because CEL compares messages by their content."""
+    """Return a protobuf message, because CEL compares messages by their content."""
     return _messages()(amount=str(parse_quantity(text)))
 
 
@@ -209,7 +207,6 @@ def _order(version: Mapping[str, str]) -> tuple[Any, ...]:
 
 
 def _amount(value: Any) -> Any:
-    """Return the value of a quantity, the sort key of a version, or a number itself."""
     if isinstance(value, int):
         return value
     return _order(value) if isinstance(value, Mapping) else Fraction(value.amount)

@@ -1,4 +1,4 @@
-"""The DeviceClasses that come with gpu-dra-driver, for use without an API server."""
+"""The DeviceClasses that come with gpu-dra-driver."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _UNSAFE = re.compile(r"[^a-z0-9.-]")
 
 
 def mig_classes(profiles: Iterable[str], driver: str) -> list[JsonObject]:
-    """Return a DeviceClass for each profile, small profiles first. Equal profiles give equal output.
+    """Return a DeviceClass for each profile, small profiles first.
 
-    Raises: InvalidConfigError if two profiles would get the same name, or a name that Kubernetes refuses.
+    Raises: InvalidConfigError for equal or invalid names.
     """
     taken: dict[str, str] = {}
     for profile in sorted(set(profiles), key=_size):
@@ -39,20 +39,17 @@ def mig_classes(profiles: Iterable[str], driver: str) -> list[JsonObject]:
 
 
 def profile_label(profile: str) -> str:
-    """Return a profile's name without characters that Kubernetes does not allow in names: `1g.10gb+me.all` becomes
-    `1g.10gb.me.all`.
-    """
+    """Return for example `1g.10gb.me.all` for `1g.10gb+me.all`."""
     return _UNSAFE.sub("-", profile.lower().replace("+", "."))
 
 
 def profile_of_class(name: str) -> str | None:
-    """Return the MIG profile in the name of a class; None if the name contains no profile."""
     match = _CLASS.match(name)
     return None if match is None else f"{match[1]}{'+' + match[2] if match[2] else ''}"
 
 
 def _size(profile: str) -> tuple[float, int, str]:
-    """Sort key: slices, memory and variant. Names without this structure come last."""
+    """Sort names that are not like `1g.10gb` last."""
     match = _PROFILE.match(profile)
     return (float("inf"), 0, profile) if match is None else (int(match[1]), int(match[2]), match[3])
 
@@ -77,17 +74,11 @@ _BY_TYPE = re.compile(
     r'"type" in (?P<own>device\.attributes\["(?P=driver)"\]) && (?P=own)\.type == "(?P<type>[^"\\]+)"'
     r'(?: && "profile" in (?P=own) && (?P=own)\.profile == "(?P<profile>[^"\\]+)")?'
 )
-"""The selectors of classes for whole GPUs, MIG devices, and MIG devices of one profile."""
+"""The selector of whole GPUs, MIG devices, or MIG devices of one profile."""
 
 
 def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, JsonObject]:
-    """Return the classes that are installed with gpu-dra-driver, and one for each MIG profile, by name.
-
-    They include `shares.gpu.nvidia.com` and `vfio.gpu.nvidia.com`, which the chart installs only with their
-    features.
-
-    Raises: InvalidConfigError if two profiles would have the same name.
-    """
+    """Return the classes that the chart can install, and one for each MIG profile. Raises: InvalidConfigError."""
     whole, mig = _of_type(driver, "gpu"), _of_type(driver, "mig")
     classes = [
         _class("gpu.nvidia.com", whole, resource="nvidia.com/gpu"),
@@ -102,11 +93,9 @@ def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, 
 
 
 def standard_selector(expression: str) -> Callable[[DeviceView], bool] | None:
-    """Return a function that evaluates the selector of a standard class without CEL; None for any other
-    selector.
+    """Return a function that evaluates the selector of a standard class without CEL.
 
-    The selector's text decides, not the class's name, because a cluster may have other selectors under the same
-    names.
+    The selector's text decides, because a cluster may have other selectors under the same class names.
     """
     text = " ".join(expression.split())
     match = _BY_TYPE.fullmatch(text)

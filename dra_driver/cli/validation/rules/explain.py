@@ -38,24 +38,18 @@ _WHY_ABSENT: Mapping[str, str] = {
     "chassisSerialNumber": _NO_RACK, "slotNumber": _NO_RACK, "trayIndex": _NO_RACK,
     "numaNode": "the machine has no NUMA nodes", "pcieRoot": "the machine does not show the PCIe root of these GPUs",
 }  # fmt: skip
-"""The attributes that devices have only on some machines, and why they are missing on others."""
 _NAMED = re.compile(r"""device\.(attributes|capacity)\[\??["']([^"'\\]+)["']\]\.\??(\w+)""")
 
 
 @dataclass(frozen=True, slots=True)
 class FunnelStep:
-    """A condition, and how many devices are left after it."""
-
     text: str
     left: int
 
 
 @dataclass(frozen=True, slots=True)
 class Funnel:
-    """The steps by which a request's devices are filtered.
-
-    `error` is a failing selector, which ends the whole allocation.
-    """
+    """`error` is a failing selector, which ends the whole allocation."""
 
     request: str
     steps: tuple[FunnelStep, ...]
@@ -63,9 +57,7 @@ class Funnel:
     error: str | None = None
 
     def sentence(self) -> str:
-        """Return a sentence such as `8 devices of class gpu.nvidia.com, 0 match selector 1: …`, or `8 devices,
-        2 of class mig.nvidia.com`.
-        """
+        """Return a sentence such as `8 devices of class gpu.nvidia.com, 0 match selector 1: …`."""
         shown = [f"{step.left} {step.text}" for step in self.steps]
         if len(shown) > 1 and self.steps[0].left == self.steps[1].left:
             shown[:2] = [f"{shown[0]} {self.steps[1].text}"]
@@ -73,7 +65,7 @@ class Funnel:
 
 
 def funnel(wanted: Wanted, machine: Sequence[Candidate]) -> Funnel:
-    """Filter the machine's devices by each condition of a request in turn, until none are left."""
+    """Filter the devices by each condition of a request in turn."""
     left = list(machine)
     steps = [FunnelStep("device" if len(left) == 1 else "devices", len(left))]
     groups = [(f"of class {wanted.class_name}", wanted.class_selectors)]
@@ -96,7 +88,6 @@ def funnel(wanted: Wanted, machine: Sequence[Candidate]) -> Funnel:
 
 
 def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep]) -> Funnel:
-    """Add the steps for capacity and taints, which are checked after the selectors."""
     if wanted.capacity:
         asked = ", ".join(f"{name} {amount}" for name, amount in wanted.capacity.items())
         able = [one for one in left if consumption(wanted.capacity, one.device) is not None]
@@ -115,9 +106,7 @@ def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep
 
 
 def largest_group(attribute: str, machine: Sequence[Candidate], names: Collection[str]) -> tuple[int, str]:
-    """Return how many of the named devices share one value of a qualified attribute, and the value; (0, "") if
-    none has it.
-    """
+    """Return how many of the named devices share one value of an attribute, and the value."""
     domain, _, key = attribute.rpartition("/")
     values = Counter(
         str(device.view.attributes[domain][key])
@@ -128,9 +117,7 @@ def largest_group(attribute: str, machine: Sequence[Candidate], names: Collectio
 
 
 def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate]) -> bool:
-    """Whether the selector matches. Raises: SelectorError, which makes kube-scheduler give up on the whole
-    claim.
-    """
+    """Whether the selector matches. Raises: SelectorError with an explanation."""
     try:
         return device.matches(selector)
     except SelectorError as error:
@@ -151,7 +138,7 @@ def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate])
 
 
 def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
-    """Return the values of the attributes and capacities that a selector names, or suggestions for unknown names."""
+    """Return the values of what a selector names, or suggestions."""
     found = []
     drivers = {one.view.driver for one in devices}
     if any(asked not in drivers for asked in DRIVER_SELECTOR.findall(selector.text)):
@@ -185,8 +172,8 @@ def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
 
 
 def near_misses(wanted: Wanted, machine: Sequence[Candidate]) -> Iterator[str]:
-    """Yield hints for amounts in selectors that exclude devices with a little less, such as 10Gi and MIG devices with
-    9984Mi. The devices pass every other condition of the request.
+    """Yield hints for amounts that exclude devices with a little less, such as 10Gi and MIG devices with 9984Mi. The
+    devices pass every other condition.
     """
     for selector in wanted.selectors:
         others = [one for one in (*wanted.class_selectors, *wanted.selectors) if one is not selector]
@@ -205,7 +192,7 @@ def near_misses(wanted: Wanted, machine: Sequence[Candidate]) -> Iterator[str]:
 def _barely_excluded(
     selector: Selector, found: re.Match[str], others: Sequence[Selector], machine: Sequence[Candidate]
 ) -> Mapping[str, str]:
-    """Return what devices have that only the found amount of a selector excludes, each with the name of a device."""
+    """Return amounts that only the found amount excludes, each with a device's name."""
     least = amount_of(found["amount"])
     begin, end = found.span("amount")
     excluded: dict[str, str] = {}
@@ -234,7 +221,7 @@ def _written(value: object) -> str:
 
 
 def _meant_name(name: str, here: Mapping[str, str], elsewhere: Mapping[str, str]) -> str:
-    """Return why no device has a known attribute, or a suggestion. The values are what to write instead of a name."""
+    """Return why no device has a known attribute, or a suggestion. The values are what to write instead."""
     if name in _WHY_ABSENT:
         return f": {_WHY_ABSENT[name]}"
     near = get_close_matches(name, here, 1)
@@ -245,13 +232,11 @@ def _meant_name(name: str, here: Mapping[str, str], elsewhere: Mapping[str, str]
 
 
 def _meant(name: str, known: Collection[str]) -> str:
-    """Return a suggestion, or all known names."""
     near = get_close_matches(name, known, 1)
     return f"; did you mean {near[0]}?" if near else f"; known names: {named(sorted(known), _MAX_NAMES)}"
 
 
 def meant_attribute(attribute: str, machine: Sequence[Candidate]) -> str:
-    """Return why no device has a qualified attribute, or a suggestion."""
     known = {
         key: f"{domain}/{key}"
         for one in machine

@@ -1,4 +1,4 @@
-"""Tries MIG layouts before they are applied: would each GPU of a machine accept them?"""
+"""Tries MIG layouts before they are applied."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from dra_driver.model.units import named
 
 @dataclass(frozen=True, slots=True)
 class MigGpu:
-    """A GPU of a machine. `index` counts in PCI order; `profiles` is empty without MIG. A GPU with MIG devices on
-    demand gets no layout.
-    """
+    """`index` counts in PCI order; `profiles` is empty without MIG. A GPU with MIG devices on demand gets no layout."""
 
     index: int
     name: str
@@ -37,8 +35,8 @@ class MigGpu:
 
 
 def manager_layouts(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each file of NVIDIA's mig-manager in a ConfigMap with its key. A document that is itself such a file has
-    the key "".
+    """Yield each file of NVIDIA's mig-manager in a ConfigMap with its key. A document that is such a file has the
+    key "".
     """
     data = content.get("data")
     if "mig-configs" in content and "kind" not in content:
@@ -50,7 +48,7 @@ def manager_layouts(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
-    """Return the layouts of a mig-manager file by name, and its faults; no layouts if it has faults."""
+    """Return the layouts of a mig-manager file by name, or its faults."""
     try:
         content = yaml.safe_load(text) if isinstance(text, str) else text
     except (yaml.YAMLError, *YAML_ERRORS) as error:
@@ -63,8 +61,8 @@ def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
 
 @dataclass
 class Trial:
-    """Layouts on one machine with `count` GPUs, of which `gpus` could be read. `hints` are probable mistakes; `fits`
-    are the layouts that every GPU accepts.
+    """Layouts on a machine with `count` GPUs, of which `gpus` could be read. Every GPU accepts the layouts in
+    `fits`.
     """
 
     machine: str
@@ -75,7 +73,6 @@ class Trial:
     fits: list[str] = field(default_factory=list)
 
     def problems(self, names: Sequence[str]) -> list[str]:
-        """Return why GPUs would refuse the layouts of these names."""
         found = [text for name in names for text in self._problems_of(name)]
         made = {name for gpu in self.gpus if gpu.profiles for name in generated_names(gpu.profiles)}
         near = (

@@ -1,7 +1,6 @@
-"""The faults of ResourceClaims, ResourceClaimTemplates and DeviceClasses.
+"""The faults of ResourceClaims, ResourceClaimTemplates and DeviceClasses, as in Kubernetes 1.37.
 
-Based on the validation of resource.k8s.io/v1 in Kubernetes 1.37. Objects of older served versions are accepted;
-`as_v1` converts them to v1, with the values that the API server fills in.
+Older served versions are accepted; `as_v1` converts them.
 """
 
 from __future__ import annotations
@@ -42,13 +41,12 @@ _KINDS = {
 
 
 def neighbour(content: JsonObject) -> str | None:
-    """Describe an object of a related kind that is not validated; None if it does not concern GPUs."""
     kind = str(content.get("kind"))
     return f"{kind} {_KINDS[kind]}" if kind in _KINDS else None
 
 
 _PLUGIN_KEYS: Final = {"version", "flags", "resources", "sharing", "imex"}
-"""The sections of a configuration file of NVIDIA's device plugin."""
+"""Keys of a configuration file of NVIDIA's device plugin."""
 OF_DEVICE_PLUGIN: Final = (
     "it shares GPUs through NVIDIA's device plugin, whose configuration gpu-dra-driver does not read; write the list "
     "`sharing` of gpu-dra-driver's configuration, such as sharing: [{mode: shares, shares: 4}] (docs/migration.md, "
@@ -79,7 +77,6 @@ def _yaml(text: Any) -> Any:
 
 
 def names_devices(content: Any, depth: int = 0) -> bool:
-    """Whether an object of an unknown kind names claims, or resources of NVIDIA's domain."""
     if depth > _DEEPEST:
         return False
     if isinstance(content, list):
@@ -93,7 +90,6 @@ def names_devices(content: Any, depth: int = 0) -> bool:
 
 
 def misspelled_kind(content: JsonObject, known: tuple[str, ...]) -> str | None:
-    """Return the kind with the right case, for one with the wrong case such as `resourceclaim`."""
     kind = str(content.get("kind"))
     return next((one for one in known if one.lower() == kind.lower() and one != kind), None)
 
@@ -106,19 +102,18 @@ CLASS_TYPES: Mapping[str, DeviceType] = {
     "mig.nvidia.com": "mig",
     "vfio.gpu.nvidia.com": "vfio",
 }
-"""The type of devices that each installed class selects, if it selects only one type."""
+"""Only classes that select one type."""
 _FOREIGN_KINDS: Final = ("ComputeDomain", "ComputeDomainClique")
-"""Objects of NVIDIA's own DRA driver in the same API group as the plugin's parameters."""
+"""Kinds of NVIDIA's own DRA driver in the API group of the plugin's parameters."""
 _ALIKE: Final = 0.8
 _DEEPEST: Final = 32
 _RESOURCES: Final = ("nvidia.com/", "gpu.nvidia.com", "deviceclass.resource.kubernetes.io/")
 _CLAIM_FIELDS: Final = ("resourceClaims", "resourceClaimName", "resourceClaimTemplateName", "deviceClassName")
 PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
-"""The beginning and end of the class names for MIG profiles."""
 
 
 def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
-    """Return the faults of a claim, template or class. If its API version is not served, that is its only fault."""
+    """Return the faults of a claim, template or class. If its API version is not served, that is the only fault."""
     kind, version = str(document.get("kind")), str(document.get("apiVersion")).partition("/")[2]
     if version not in SERVED:
         text = f"{document.get('apiVersion')!r} is unknown or was removed; write {GROUP}/v1 (Kubernetes 1.34 and newer)"
@@ -135,9 +130,7 @@ def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
 
 
 def as_v1(document: JsonObject) -> JsonObject:
-    """Return a claim, template or class with valid fields in v1 form. Like the API server, it turns a `count`
-    of 0 into 1.
-    """
+    """Convert an object with valid fields to v1. Like the API server, this turns a `count` of 0 into 1."""
     if document.get("kind") == "DeviceClass":
         return document | {"apiVersion": f"{GROUP}/v1"}
     spec = claim_spec(document)
@@ -153,15 +146,12 @@ def as_v1(document: JsonObject) -> JsonObject:
 
 
 def claim_spec(document: JsonObject) -> JsonObject:
-    """Return the spec of a claim, or of the claim in a template."""
     spec: JsonObject = document["spec"]
     return spec["spec"] if document.get("kind") == "ResourceClaimTemplate" else spec
 
 
 def bodies(request: JsonObject) -> list[JsonObject]:
-    """Return the alternatives of a v1 request: one body, those of `firstAvailable` in order, or none for a
-    request of a later version.
-    """
+    """Return one body, those of `firstAvailable` in order, or none for a request of a later version."""
     return list(request.get("firstAvailable") or filter(None, [request.get("exactly")]))
 
 
@@ -174,12 +164,10 @@ def alternatives(request: JsonObject) -> list[tuple[str, JsonObject]]:
 
 
 def requests_of(spec: JsonObject) -> Sequence[JsonObject]:
-    """Return the requests of a claim's spec."""
     return (spec.get("devices") or {}).get("requests") or ()
 
 
 def class_names(spec: JsonObject) -> list[str]:
-    """Return the classes that a v1 claim spec requests."""
     return [str(body.get("deviceClassName")) for request in requests_of(spec) for body in bodies(request)]
 
 
@@ -202,7 +190,6 @@ def _exact_request(request: JsonObject) -> JsonObject:
 
 
 def metadata_faults(metadata: Any) -> list[FieldFault]:
-    """Return what is wrong with an object's name."""
     if not isinstance(metadata, dict) or not (metadata.get("name") or metadata.get("generateName")):
         return [FieldFault("metadata.name", "is required")]
     name = metadata.get("name")
@@ -239,8 +226,8 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
 class _Use:
     """Parameters of this driver for a request.
 
-    `entry` is the path of the config entry, and `named` the path of the request name in it (None if it names no
-    request). `bodies` are the affected bodies of the request, by their names in allocation results.
+    `entry` is the path of the config entry, and `named` that of the request name in it, if any. `bodies` are by their
+    names in allocation results.
     """
 
     entry: str
@@ -251,18 +238,14 @@ class _Use:
 
     @property
     def kind(self) -> str:
-        """The kind of the parameters."""
         return str(self.parameters["kind"])
 
     def of_type(self, *types: DeviceType | None) -> list[str]:
-        """Return the names of the bodies whose class selects these types of device; None selects bodies with
-        an unknown class.
-        """
+        """Return names of bodies whose class selects these types; None means an unknown class."""
         return [name for name, body in self.bodies.items() if class_type(body["deviceClassName"]) in types]
 
 
 def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
-    """Yield each use of this driver's parameters of a known kind."""
     requests = devices.get("requests") or ()
     for number, entry in enumerate(devices.get("config") or ()):
         parameters = entry["opaque"]["parameters"]
@@ -283,9 +266,8 @@ def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
 
 
 def _use_faults(use: _Use) -> Iterator[FieldFault]:
-    """Yield what Prepare would refuse: parameters that name a request whose classes all select another type of
-    device, and `management` or MaintenanceConfig for a request without adminAccess. The latter also applies to
-    unnamed requests whose classes all select that type.
+    """Yield what Prepare would refuse: parameters for a request whose classes all select another type of device, and
+    `management` or MaintenanceConfig without adminAccess.
     """
     kinds = CONFIG_KINDS[use.kind]
     if use.named is not None and not use.of_type(None, *kinds):
@@ -304,9 +286,7 @@ def _use_faults(use: _Use) -> Iterator[FieldFault]:
 
 
 def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[str]:
-    """Yield hints for parameters that name a request but fit only some of its alternatives, and for parameters
-    without a name that fit no request.
-    """
+    """Yield hints for parameters that fit only some alternatives of the named request, or no request."""
     for use in _uses(devices, path, driver):
         fits = use.of_type(None, *CONFIG_KINDS[use.kind])
         misfits = [name for name in use.bodies if name not in fits]
@@ -323,7 +303,7 @@ def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[s
 
 
 def class_type(name: str) -> DeviceType | None:
-    """Return the only type of device that an installed class selects; None for any other class."""
+    """Return the only type of device that an installed class selects."""
     begin, end = PROFILE_CLASS
     return "mig" if name.startswith(begin) and name.endswith(end) else CLASS_TYPES.get(name)
 
@@ -347,7 +327,7 @@ def _body_faults(body: JsonObject, path: str) -> Iterator[FieldFault]:
 def _config_faults(
     entries: Sequence[JsonObject], path: str, requests: set[str] | None, driver: str
 ) -> list[FieldFault]:
-    """Return the faults of config entries. `requests` are the requests they may name; None for a class."""
+    """Return the faults of config entries; they may name `requests`, except in a class (None)."""
     found: list[FieldFault] = []
     for number, entry in enumerate(entries):
         here = f"{path}[{number}]"
@@ -365,12 +345,10 @@ def _config_faults(
 
 
 def is_misspelled(named: str, driver: str) -> bool:
-    """Whether a DRA driver's name is probably a misspelling of this driver's name."""
     return named != driver and bool(get_close_matches(named, [driver], 1, _ALIKE))
 
 
 def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
-    """Return the faults of this driver's opaque parameters, each with its path."""
     try:
         decode(parameters, replace(WORDS, unknown=None, meant=True))
     except InvalidConfigError as error:
@@ -397,7 +375,6 @@ def _unknown_requests(names: Any, path: str, known: set[str]) -> list[FieldFault
 
 
 def is_parameters(document: Any) -> bool:
-    """Whether a document consists only of opaque parameters."""
     return (
         isinstance(document, Mapping)
         and str(document.get("apiVersion", "")).partition("/")[0] == GROUP_VERSION.partition("/")[0]
@@ -406,7 +383,6 @@ def is_parameters(document: Any) -> bool:
 
 
 def default_hints(spec: JsonObject, path: str) -> Iterator[str]:
-    """Yield hints about defaults of the API server that are probably not intended, for a claim of any version."""
     for number, request in enumerate(requests_of(spec)):
         for body in (request, request.get("exactly") or {}, *(request.get("firstAvailable") or ())):
             if body.get("count") == 0 and body.get("allocationMode") != "All":

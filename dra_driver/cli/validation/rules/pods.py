@@ -1,8 +1,8 @@
-"""The faults of the device-related parts of pods, and the claims that the scheduler creates for extended
-resources such as `nvidia.com/gpu: 2`.
+"""The faults of pods' claims, and the claims that the scheduler creates for extended resources such as
+`nvidia.com/gpu: 2`.
 
-Based on the validation of Pods in Kubernetes 1.37, and createRequestsAndMappings of its kube-scheduler. A
-DeviceClass serves its `extendedResourceName`, and always `deviceclass.resource.kubernetes.io/<its name>`.
+Based on Kubernetes 1.37: the validation of Pods, and kube-scheduler's createRequestsAndMappings. A DeviceClass serves
+its `extendedResourceName`, and always `deviceclass.resource.kubernetes.io/<its name>`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ _STANDARD = ("cpu", "memory", "ephemeral-storage")
 
 
 def pod_specs(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, JsonObject]]:
-    """Yield path and spec of the pods in an object of any kind: `spec` of a Pod, `spec.template.spec` of a
-    Deployment, one for each job of a JobSet.
-    """
+    """Yield path and spec of the pods in an object of any kind, such as `spec.template.spec` of a Deployment."""
     if depth > _DEEPEST:
         return
     if isinstance(content, list):
@@ -56,7 +54,6 @@ def pod_specs(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[st
 
 @cache
 def _pod_shape() -> Object:
-    """Return the shape of a pod's claim-related parts, which also applies to pods in objects of unknown kinds."""
     resources = model_shape("V1ResourceRequirements")
     # `claims` is often written under limits or requests by mistake; it belongs next to them.
     amounts = MapField(Scalar(object, amount), lambda name: name != "claims", "{}")
@@ -71,7 +68,6 @@ def _pod_shape() -> Object:
 
 
 def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
-    """Return the faults of a pod's claim-related parts."""
     found = faults(spec, _pod_shape(), path)
     if found:
         return found
@@ -91,7 +87,6 @@ def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
 
 
 def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
-    """Yield the faults of extended resources, such as nvidia.com/gpu, that the API server would refuse."""
     for place, container in _containers(spec):
         resources = container.get("resources") or {}
         limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
@@ -109,14 +104,12 @@ def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
 
 
 def _containers(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
-    """Yield the init containers and containers of a pod, each with its path, such as `containers[0]`."""
     for place in _PLACES:
         for number, container in enumerate(spec.get(place) or ()):
             yield f"{place}[{number}]", container
 
 
 def _claims_in(container: JsonObject) -> Sequence[JsonObject]:
-    """Return the claims that a container of a valid pod uses."""
     return (container.get("resources") or {}).get("claims") or ()
 
 
@@ -135,7 +128,6 @@ def _is_whole(amount: Any) -> bool:
 
 
 def claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
-    """Return entry name, kind and object name of each claim or template that a pod names."""
     return [
         (str(entry["name"]), "ResourceClaim", str(entry["resourceClaimName"]))
         if entry.get("resourceClaimName")
@@ -145,7 +137,7 @@ def claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
 
 
 def with_claims_once(spec: JsonObject) -> JsonObject:
-    """Return a valid pod with one entry for each ResourceClaim: several entries for it are one allocation."""
+    """Merge the entries for one ResourceClaim of a valid pod: they are one allocation."""
     kept: dict[str, JsonObject] = {}
     same: dict[str, str] = {}
     for entry in spec.get("resourceClaims") or ():
@@ -163,7 +155,6 @@ def with_claims_once(spec: JsonObject) -> JsonObject:
 
 
 def node_name_texts(spec: JsonObject, path: str, lacking: Sequence[str]) -> list[str]:
-    """Return what is wrong with a valid pod that names its node, but needs devices for `lacking`."""
     if not spec.get("nodeName") or not lacking:
         return []
     return [
@@ -174,19 +165,12 @@ def node_name_texts(spec: JsonObject, path: str, lacking: Sequence[str]) -> list
 
 
 def unused_claims(spec: JsonObject) -> list[str]:
-    """Return the entries of a pod's `resourceClaims` that no container uses, so that no container gets the
-    devices.
-    """
     used = {claim["name"] for _, claim in _used_claims(spec)}
     return [entry["name"] for entry in spec.get("resourceClaims") or () if entry["name"] not in used]
 
 
 def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[FieldFault]:
-    """Return the requests that containers name but the claim lacks. Such a container would run without a
-    device.
-
-    `entry` is the claim's name in the pod.
-    """
+    """Return requests that containers name but the claim lacks. `entry` is the claim's name in the pod."""
     there = [str(request["name"]) for request in requests_of(claim)]
     return [
         FieldFault(
@@ -200,9 +184,7 @@ def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[Fi
 
 
 def mps_requests(claim: JsonObject, classes: Mapping[str, JsonObject], driver: str) -> Mapping[str, bool]:
-    """Return for each request of a valid claim whether its parameters, or those of its classes, use MPS. Requests with
-    adminAccess are left out.
-    """
+    """Return which requests without adminAccess use MPS, through parameters of the claim or of their classes."""
     of_claim = _configs("FromClaim", claim.get("devices") or {})
     found: dict[str, bool] = {}
     for request in requests_of(claim):
@@ -246,8 +228,7 @@ def mps_hints(
 ) -> Iterator[str]:
     """Yield the containers of a valid pod that get a device with MPS and another one.
 
-    `claims` has the result of `mps_requests` for each entry of `resourceClaims`, and `extended` that of the claim for
-    extended resources.
+    `claims` has results of `mps_requests` by entry of `resourceClaims`.
     """
     for index, (_, container) in enumerate(_containers(spec)):
         used = {
@@ -268,7 +249,6 @@ def mps_hints(
 
 
 def trap_hints(spec: JsonObject, entry: str, *, uses_mps: bool) -> Iterator[str]:
-    """Yield known pitfalls of containers, in a valid pod, that use this entry of `resourceClaims`."""
     users = set()
     for place, container in _containers(spec):
         if entry not in [one["name"] for one in _claims_in(container)]:
@@ -296,14 +276,13 @@ def trap_hints(spec: JsonObject, entry: str, *, uses_mps: bool) -> Iterator[str]
 
 
 def _used_claims(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
-    """Yield the uses of `resourceClaims` by containers of a valid pod: path, and the container's entry."""
     for place, container in _containers(spec):
         for index, claim in enumerate(_claims_in(container)):
             yield f"{place}.resources.claims[{index}]", claim
 
 
 def served_resources(classes: Iterable[JsonObject]) -> Mapping[str, str]:
-    """Return resource names with their class. If two classes have the same resource, the newer class serves it."""
+    """Return resource names with their class. The newer of two classes serves a resource."""
     ordered = sorted(classes, key=lambda entry: str(entry["metadata"].get("creationTimestamp") or ""))
     explicit = {
         entry["spec"]["extendedResourceName"]: entry["metadata"]["name"]
@@ -314,11 +293,9 @@ def served_resources(classes: Iterable[JsonObject]) -> Mapping[str, str]:
 
 
 def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonObject]:
-    """Return the requests of the claim that the scheduler creates for a pod; empty if it requests no such
-    resource.
+    """Return the requests of the claim that the scheduler creates for a pod.
 
-    Init containers that exit share devices with later containers, so only the init container that needs most in
-    addition counts.
+    Init containers that exit share devices with later containers, so only the one that needs most in addition counts.
     """
     initial = [one for one in spec.get("initContainers") or () if isinstance(one, dict)]
     containers = [*initial, *(one for one in spec.get("containers") or () if isinstance(one, dict))]
@@ -344,7 +321,7 @@ def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonO
 
 
 def requested_resources(container: JsonObject) -> dict[str, int]:
-    """Return how many of each resource a container requests. Amounts that are not whole numbers are skipped."""
+    """Skip amounts that are not whole numbers."""
     return {
         str(name): int(str(amount))
         for name, amount in _resources(container).items()

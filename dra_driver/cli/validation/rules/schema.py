@@ -1,5 +1,5 @@
-"""Fields and types of API objects, from the models of Kubernetes' official client, with the additional
-validation rules of Kubernetes 1.37.
+"""Fields and types of API objects, from the models of Kubernetes' official client, with more rules of Kubernetes
+1.37.
 
 The client is imported when the first object is checked, so only `validate` pays for it.
 """
@@ -23,19 +23,17 @@ SERVED: Final = ("v1", "v1beta2", "v1beta1")
 
 _VERSION = re.compile(r"^(?:Core|Resource)?V\d+(?:(?:alpha|beta)\d+)?")
 QUALIFIED: Final = re.compile(r"^(?:[a-z0-9][-a-z0-9.]*/)?[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
-"""The name of an attribute or a capacity, with or without domain."""
+"""A name with or without domain."""
 _LABEL = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z")
 
 
 def dns_label(value: str) -> str | None:
-    """Return what is wrong with the name of a request, or of a claim in a pod."""
     if is_dns_label(value):
         return None
     return f"{value!r} is not a DNS label (lower-case letters, digits and -, at most 63)"
 
 
 def dns_name(value: str) -> str | None:
-    """Return what is wrong with the name of an object."""
     return None if is_subdomain(value) else f"{value!r} is not a lower-case DNS name"
 
 
@@ -89,7 +87,6 @@ def _extended_resource(value: str) -> str | None:
 
 
 def amount(value: Any) -> str | None:
-    """Return what is wrong with a quantity."""
     try:
         return None if parse_quantity(str(value)) >= 0 else f"{value!r} must not be negative"
     except InvalidConfigError as error:
@@ -97,7 +94,7 @@ def amount(value: Any) -> str | None:
 
 
 def distinct(items: Sequence[Any]) -> str | None:
-    """Return what is wrong if a list of names, or of objects with names, has duplicates."""
+    """Return what is wrong with a list of names, or of objects with names, that has duplicates."""
     keys = [(one.get("name"), one.get("request")) if isinstance(one, dict) else (one, None) for one in items]
     twice = next((name for name, request in keys if name and keys.count((name, request)) > 1), None)
     return None if twice is None else f"{twice!r} appears twice"
@@ -143,13 +140,13 @@ _VALUES: Mapping[str, Shape] = {
     "DeviceTaint.value": _text(_label),
     "DeviceTaint.effect": _one_of("None", "NoSchedule", "NoExecute"),
 }
-"""Rules that the models lack, by the model's name (without its version) and field."""
+"""What the models lack, by model (without its version) and field."""
 _MODES: Final = _one_of("ExactCount", "All")
 _MOST: Mapping[str, int | None] = {
     "DeviceRequest.firstAvailable": 8, "ExactDeviceRequest.tolerations": 16, "DeviceSubRequest.tolerations": 16,
     "DeviceRequest.tolerations": 16, "ResourceRequirements.claims": None,
 }  # fmt: skip
-"""The maximum length of a list; None for no limit. Lists that are not named here may have 32 items."""
+"""The maximum length of a list; None for no limit. Other lists may have 32 items."""
 _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "DeviceSelector": ("cel",), "DeviceClaimConfiguration": ("opaque",), "DeviceClassConfiguration": ("opaque",),
     "ResourceClaimSpec": ("devices",), "ResourceClaimTemplateSpec": ("spec",),
@@ -164,7 +161,6 @@ _OLD_CLAIM = {
 }
 _BODY = ("deviceClassName", "selectors", "allocationMode", "count", "tolerations", "capacity", "adminAccess")
 IN_REQUEST: Final = "spec.devices.requests[].exactly."
-"""The place of a request's fields in a claim."""
 _ABOVE = {name: f"belongs in a request of a claim: {IN_REQUEST}{name}" for name in _BODY}
 _MISTAKES: Mapping[str, Mapping[str, str]] = {
     "DeviceSelector": {"expression": "belongs under `cel`: cel.expression"},
@@ -184,11 +180,10 @@ _MISTAKES: Mapping[str, Mapping[str, str]] = {
         "source": "was removed in Kubernetes 1.31; write resourceClaimName or resourceClaimTemplateName here"
     },
 }
-"""Misplaced fields in a model, and the right place."""
+"""Misplaced fields, and the right place."""
 
 
 def object_shape(kind: str, version: str) -> Object:
-    """Return the shape of an object of the group resource.k8s.io."""
     prefix = version[0].upper() + version[1:]
     name = f"Resource{prefix}{kind}" if (kind, version) == ("ResourceClaim", "v1") else f"{prefix}{kind}"
     whole = model_shape(name)
@@ -199,7 +194,6 @@ def object_shape(kind: str, version: str) -> Object:
 
 @cache
 def model_shape(name: str) -> Object:
-    """Return the shape of a model of the client, such as `V1DeviceClaim`."""
     from kubernetes.client import models
 
     model, base = getattr(models, name), _VERSION.sub("", name)

@@ -19,7 +19,7 @@ DRIVER_SELECTOR = re.compile(r"""device\.driver\s*==\s*["']([^"']+)["']""")
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """A compiled expression. `matches` evaluates it for a device, and raises SelectorError if that fails."""
+    """`matches` raises SelectorError."""
 
     text: str
     matches: Callable[[DeviceView], bool]
@@ -30,7 +30,7 @@ def compiled(text: str) -> Selector:
     """Compile a selector. Without cel-expr-python, only the selectors of gpu-dra-driver's own classes can be
     compiled.
 
-    Raises: InvalidConfigError if it does not compile; NotJudgedError if only the API server can evaluate it.
+    Raises: InvalidConfigError; NotJudgedError if only the API server can evaluate it.
     """
     if len(text.encode()) > MAX_EXPRESSION_BYTES:
         raise InvalidConfigError(f"is longer than {MAX_EXPRESSION_BYTES} bytes")
@@ -44,6 +44,6 @@ def compiled(text: str) -> Selector:
 
 
 def selected_driver(text: str) -> str | None:
-    """Return the driver that a selector names with `device.driver == "…"`; None if it names none, or several."""
+    """Return the driver in `device.driver == "…"`, if there is exactly one."""
     found = set(DRIVER_SELECTOR.findall(text))
     return found.pop() if len(found) == 1 else None

@@ -1,4 +1,4 @@
-"""Device taints: which devices a DeviceTaintRule selects, and which taints a claim does not tolerate as intended."""
+"""DeviceTaintRules, and claims that do not tolerate taints as intended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _OUTCOMES: Mapping[str, str] = {
 
 
 def taint_rule_faults(document: JsonObject) -> list[FieldFault]:
-    """Return the faults of a DeviceTaintRule."""
     version = str(document.get("apiVersion")).partition("/")[2]
     if version not in ("v1", "v1beta2", "v1alpha3"):
         return [FieldFault("apiVersion", f"{document.get('apiVersion')!r} has no DeviceTaintRule")]
@@ -29,10 +28,7 @@ def taint_rule_faults(document: JsonObject) -> list[FieldFault]:
 
 
 def evicting_rule(document: JsonObject, driver: str) -> str | None:
-    """Return the key of the taint that a valid rule sets on devices of this driver with the effect NoExecute.
-
-    None for any other object.
-    """
+    """Return the key of the NoExecute taint that a rule sets on devices of this driver."""
     if document.get("kind") != "DeviceTaintRule" or taint_rule_faults(document):
         return None
     taint, selector = document["spec"]["taint"], document["spec"].get("deviceSelector") or {}
@@ -41,10 +37,7 @@ def evicting_rule(document: JsonObject, driver: str) -> str | None:
 
 
 def selection_hints(rule: JsonObject, machines: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield hints about a valid rule that selects nothing, or more than the devices of one node.
-
-    `machines` has the names of each machine's devices.
-    """
+    """Yield hints about a valid rule that selects nothing, or more than the devices of one node."""
     selector = rule["spec"].get("deviceSelector")
     if selector is None:
         yield (
@@ -70,7 +63,6 @@ def selection_hints(rule: JsonObject, machines: Mapping[str, Sequence[str]]) -> 
 
 
 def selected(rule: JsonObject, machines: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield how many devices of each machine a valid rule for this driver selects, whatever pool it names."""
     selector = rule["spec"].get("deviceSelector")
     device = (selector or {}).get("device")
     for machine, names in machines.items():
@@ -82,7 +74,6 @@ def toleration_hints(devices: JsonObject, evicting: Collection[str]) -> Iterator
     """Yield hints about tolerations in a valid v1 claim that do not prevent eviction.
 
     The scheduler accepts any toleration of a taint, but Kubernetes' eviction only one with `effect: NoExecute`.
-    `evicting` are the keys of taints with that effect.
     """
     for request in requests_of({"devices": devices}):
         for name, body in alternatives(request):
@@ -113,7 +104,7 @@ def only_for_the_scheduler(tolerations: Sequence[Mapping[str, Any]], key: str) -
 
 
 def pod_toleration_hints(spec: JsonObject) -> Iterator[str]:
-    """Yield the tolerations of a pod that name a taint of our devices; a pod tolerates only taints of nodes."""
+    """Yield a pod's tolerations of our devices' taints; a pod tolerates only taints of nodes."""
     tolerations = spec.get("tolerations")
     for number, one in enumerate(tolerations if isinstance(tolerations, list) else ()):
         key = str(one.get("key")) if isinstance(one, dict) else ""
