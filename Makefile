@@ -81,7 +81,11 @@ serve: site ## The same, served on http://127.0.0.1:8000, where the search works
 $(PROGRAMS): hack/debian_programs.py $(RUNTIME)
 	@$(PYTHON) hack/debian_programs.py && touch $@ || true
 
-test: $(STAMP) $(PROGRAMS) ## All tests that need neither root nor a cluster
+# In a new checkout each worker would compile all tests.
+tests/__pycache__: $(STAMP)
+	@$(BIN)/python -m pytest -q --collect-only >/dev/null || true
+
+test: $(STAMP) $(PROGRAMS) | tests/__pycache__ ## All tests that need neither root nor a cluster
 	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10 -m "not cluster" $(ARGS)
 
 coverage: $(STAMP) ## The same with the lines that no test runs; half as long again

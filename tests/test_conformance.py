@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
+from tests.fakes.tables import read_yaml
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs/conformance.md"
-ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("conformance.yaml").read_text())
+ROWS: list[dict[str, Any]] = read_yaml(Path(__file__).with_name("conformance.yaml"))
 _ON_CLUSTER = re.compile(r"^pytestmark = \[?pytest\.mark\.cluster", re.MULTILINE)
 
 

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dra_driver.app.config_file import read_document
 from dra_driver.app.settings import Settings, config_values, resolve
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.gpu import Gpu
+from tests.fakes.tables import read_yaml
 
 GPU = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
 FAULTS = Path(__file__).with_name("config_faults.yaml")
-TABLES = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
+TABLES = read_yaml(Path(__file__).with_name("settings.yaml"))
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_every_fault_is_listed_with_its_path(write) -> None:
 
 
 def test_each_fault_is_named_with_its_path(write, is_golden) -> None:
-    golden = yaml.safe_load(FAULTS.read_text())
+    golden = read_yaml(FAULTS)
     found = {}
     for text in golden:
         with pytest.raises(InvalidConfigError) as caught:

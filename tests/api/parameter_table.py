@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dra_driver.api.config import GROUP_VERSION
+from tests.fakes.tables import read_yaml
 
 Json = dict[str, Any]
 
@@ -90,7 +89,7 @@ def _claim(entry: Json) -> Claim:
     )
 
 
-_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+_TABLE = read_yaml(Path(__file__).with_suffix(".yaml"))
 PARAMETERS = (
     *map(_parameters, _TABLE["parameters"]),
     Parameters(

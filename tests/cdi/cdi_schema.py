@@ -4,21 +4,26 @@ claim was prepared.
 """
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
 SCHEMA: dict[str, Any] = json.loads(Path(__file__).with_name("cdi-schema.json").read_text())
-VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
 _VERSIONS = tuple(SCHEMA["properties"]["cdiVersion"]["enum"])
 _FIRST_WITH = {"additionalGids": "0.7.0", "intelRdt": "0.7.0", "netDevices": "1.1.0"}
 """The first version that has a field of container edits; the others have been there from the start."""
 
 
+@cache
+def _validator() -> Any:
+    import jsonschema  # takes a second, and every worker imports this module
+
+    return jsonschema.Draft7Validator(SCHEMA)
+
+
 def faults(spec: Any) -> list[str]:
     """Everything that a runtime refuses."""
-    found = [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(spec)]
+    found = [f"{error.json_path}: {error.message}" for error in _validator().iter_errors(spec)]
     if found:
         return found
     names = [device["name"] for device in spec["devices"]]

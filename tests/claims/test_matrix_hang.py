@@ -80,6 +80,8 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("cleaner.UNDO_S", "cleaner.CLEAN_BEFORE_S", "cleaner._ALL_S", "executor._UNDO_WAIT_S"):
         monkeypatch.setattr(f"dra_driver.journal.{limit}", 0.3)
     monkeypatch.setattr("dra_driver.claims.prepare._PREPARED_WAIT_S", 0.1)
+    # Otherwise no time is left to a step, and only one call of hundreds begins it.
+    monkeypatch.setattr("dra_driver.journal.executor._FINISH_S", 0.0)
 
 
 @pytest.fixture(params=BOOTS)

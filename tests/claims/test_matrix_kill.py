@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.model.claim import Failed, Prepared
@@ -20,6 +19,7 @@ from tests.fakes.kindnode import EFFECTS, KINDS, Site, sharing
 from tests.fakes.matrix import BOOTS, Case
 from tests.fakes.preparing import Crash
 from tests.fakes.samples import DRIVER, NODE, claim
+from tests.fakes.tables import read_yaml
 
 in_each_boot = pytest.mark.parametrize("boot", BOOTS)
 
@@ -34,7 +34,7 @@ def case(request: pytest.FixtureRequest, site: Site, memory_path: Path, boot: st
     return Case(site, memory_path / "node", request.param, boot)
 
 
-EXPECTED = yaml.safe_load(Path(__file__).with_name("effects.yaml").read_text())
+EXPECTED = read_yaml(Path(__file__).with_name("effects.yaml"))
 
 
 def test_every_kind_of_step_has_a_kind_of_claim(site: Site) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 
 import pynvml
 import pytest
-import yaml
 
 from dra_driver.app.logs import configure_logs
 from dra_driver.cli.commands import ROOT as ALL
 from dra_driver.cli.commands import call
 from dra_driver.cli.flags import Command, read
+from tests.fakes.tables import read_yaml
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "hack"), str(ROOT / "hack/record")]
@@ -30,7 +30,7 @@ sys.path += [str(ROOT / "hack"), str(ROOT / "hack/record")]
 from recorded_node import RecordedNode  # noqa: E402
 
 Recorded = dict[str, Any]
-COMMANDS: list[Recorded] = yaml.safe_load((ROOT / "hack/record/commands.yaml").read_text())["commands"]
+COMMANDS: list[Recorded] = read_yaml(ROOT / "hack/record/commands.yaml")["commands"]
 WIDTHS = (80, 100, 160)
 ENVIRONMENTS: tuple[dict[str, str], ...] = ({}, {"NO_COLOR": "1"}, {"TERM": "dumb"})
 """The first has colours."""

@@ -28,17 +28,17 @@ sys.path.insert(0, str(ROOT / "hack"))
 import manifests as hack  # noqa: E402
 from localcluster import chart  # noqa: E402
 
-from tests.fakes.tables import tabled  # noqa: E402
+from tests.fakes.tables import read_yaml, tabled  # noqa: E402
 
 pytestmark = pytest.mark.cluster
 
 CHART = DAEMONSET / "chart"
 DATA = Path(__file__).with_name("values")
 NAME = chart.NAME
-VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+VERSION = read_yaml(CHART / "Chart.yaml")["appVersion"]
 Values = dict[str, Any]
 
-CHOICES = yaml.safe_load((DATA / "choices.yaml").read_text())
+CHOICES = read_yaml(DATA / "choices.yaml")
 VALUES: dict[str, Values] = CHOICES["choices"]
 REFUSED = {frozenset(row["pair"]): row["says"] for row in CHOICES["refused"]}
 
@@ -227,7 +227,7 @@ INCUMBENT = CHART / "files/no-meaning.yaml"
 def unused_values() -> Values:
     """Values of NVIDIA's chart, with their defaults there, that have no meaning here."""
     unused: Values = {}
-    for entry in yaml.safe_load(INCUMBENT.read_text()):
+    for entry in read_yaml(INCUMBENT):
         value = entry["default"]
         for key in reversed(entry["path"].split(".")):
             value = {key: value}
@@ -237,19 +237,17 @@ def unused_values() -> Values:
 
 def incumbents_defaults() -> Values:
     """The values file of NVIDIA's chart 0.4 with every key that it has, as an operator copies it."""
-    return merged(unused_values(), yaml.safe_load((DATA / "incumbents-values.yaml").read_text()))
+    return merged(unused_values(), read_yaml(DATA / "incumbents-values.yaml"))
 
 
-@pytest.mark.parametrize(
-    "case", yaml.safe_load((DATA / "rendered.yaml").read_text()), ids=lambda case: case["what"]
-)
+@pytest.mark.parametrize("case", read_yaml(DATA / "rendered.yaml"), ids=lambda case: case["what"])
 def test_values_make_what_they_promise(case: dict[str, Any]) -> None:
     values = case.get("values", {})
     made = template(incumbents_defaults() if values == "NVIDIA's" else values, *case.get("arguments", ()))
     assert_has(made, json.loads(json.dumps(case["has"]).replace("VERSION", VERSION)))
 
 
-DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text())
+DEFAULTS: Values = read_yaml(CHART / "values.yaml")
 EVERYTHING = merged(
     ALL,
     VALUES["imex"],
@@ -361,7 +359,7 @@ def without_nulls(values: Values) -> Values:
     }
 
 
-RELEASES = yaml.safe_load((DATA / "incumbents-releases.yaml").read_text())
+RELEASES = read_yaml(DATA / "incumbents-releases.yaml")
 
 
 @pytest.mark.parametrize("major", HELMS)
@@ -464,7 +462,7 @@ def test_the_defaults_of_nvidias_chart_are_nothing_to_report(notes: Callable[...
     assert "These values are ignored" not in notes(unused_values())
 
 
-@pytest.mark.parametrize("case", yaml.safe_load((DATA / "refused-values.yaml").read_text()))
+@pytest.mark.parametrize("case", read_yaml(DATA / "refused-values.yaml"))
 def test_bad_values_are_refused_with_the_path_or_a_sentence(case: dict[str, Any]) -> None:
     text = refusal(case["values"])
     assert case["says"] in text, text
@@ -483,7 +481,7 @@ def test_the_default_namespace_is_refused_unless_it_is_wanted() -> None:
     assert template({"allowDefaultNamespace": True}, namespace="default")
 
 
-@pytest.mark.parametrize("case", yaml.safe_load((DATA / "driver-roots.yaml").read_text()))
+@pytest.mark.parametrize("case", read_yaml(DATA / "driver-roots.yaml"))
 def test_the_driver_root_and_its_mount_agree(case: dict[str, Any]) -> None:
     root, manifests = case["root"], template(merged(case["values"], VALUES["mps"]))
     for name in (NAME, f"{NAME}-mps"):
@@ -525,7 +523,7 @@ def test_every_driver_root_of_the_docs_is_tried() -> None:
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", DAEMONSET / "README.md"]
     text = "\n".join(page.read_text() for page in pages)
     named = set(re.findall(r"nvidiaDriverRoot(?:=|: )(/[\w/.-]*)", text))
-    tried = {case["root"] for case in yaml.safe_load((DATA / "driver-roots.yaml").read_text())}
+    tried = {case["root"] for case in read_yaml(DATA / "driver-roots.yaml")}
     assert {"/usr/local", "/run/nvidia/driver"} <= named
     assert named <= tried
 

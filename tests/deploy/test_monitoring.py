@@ -40,6 +40,7 @@ from tests.fakes.samples import (
     uuid,
 )
 from tests.fakes.scrapes import BUSY, Samples, complete_metrics, node_use, scraped
+from tests.fakes.tables import read_yaml
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "hack/cluster"))
@@ -48,7 +49,7 @@ from localcluster import chart  # noqa: E402
 
 FILES = ROOT / "daemonset/chart/files"
 MANUAL = (ROOT / "docs/monitoring.md").read_text()
-RULES = yaml.safe_load((FILES / "rules.yaml").read_text())
+RULES = read_yaml(FILES / "rules.yaml")
 BOARD = json.loads((FILES / "dashboard.json").read_text())
 ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
 RECORDS = {
@@ -411,7 +412,7 @@ def slow(name: str, labels: dict[str, str]) -> Grown:
     return (0, 1 if labels["le"] == "+Inf" or float(labels["le"]) >= 100 else 0)
 
 
-TROUBLE = yaml.safe_load(Path(__file__).with_name("values").joinpath("trouble.yaml").read_text())
+TROUBLE = read_yaml(Path(__file__).with_name("values").joinpath("trouble.yaml"))
 
 
 def firing(load: str) -> dict[str, dict[str, str]]:

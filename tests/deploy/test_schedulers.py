@@ -27,6 +27,7 @@ from dra_driver.slices.rules.build import Pool, build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
 from tests.deploy.test_daemonset import DAEMONSET, installed, of_kind
 from tests.fakes.machines import SimulatedNode, read_inventory
+from tests.fakes.tables import read_yaml
 from tests.slices.test_golden_partitions import MODE_NEEDS_A_RESET, beside_what_exists
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ NODE = "node-a"
 Json = dict[str, Any]
 
 
-READS = yaml.safe_load(Path(__file__).with_name("values").joinpath("schedulers.yaml").read_text())
+READS = read_yaml(Path(__file__).with_name("values").joinpath("schedulers.yaml"))
 
 
 def names_for(who: str, kind: str) -> set[str]:

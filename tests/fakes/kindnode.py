@@ -51,7 +51,8 @@ from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.steps import VfioSteps
 from dra_driver.simulator import SimulatedDeviceNodes, SimulatedPciControl
 from dra_driver.simulator.machine_files import TIMESLICE, Policies
-from dra_driver.simulator.machine_state import Function, decode, encode
+from dra_driver.simulator.machine_state import Function, State
+from dra_driver.simulator.machine_state import Gpu as SimulatedGpu
 from dra_driver.simulator.pci import functions
 from tests.fakes.clock import Clock
 from tests.fakes.journal import Journaled
@@ -88,7 +89,7 @@ _SHARE_IDS = ("9f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4", "0f6a2c3e-0d5f-4a6b-8b7a-7
 class Saved:
     """A simulated machine, and the files of its settings."""
 
-    machine: str
+    machine: State
     policies: Mapping[Path, str]
 
 
@@ -124,8 +125,10 @@ class Site:
         )
         self.inventory = self.simulated.discover(self.cards(directory / "none"))
         self._gpus = {gpu.index: gpu for gpu in self.inventory.gpus}
-        self._first, self._at_first = self.saved(), self.settings()
+        self._first = self.saved()
         self.detachment: str | None = None
+        self.found: dict[tuple[str, ...], Any] = {}
+        """What all tests with a kind of claim would find again."""
 
     def cards(self, plugin: Path) -> KnownCards:
         """The cards as the plugin with this directory shows them."""
@@ -209,25 +212,25 @@ class Site:
         }
 
     def saved(self) -> Saved:
-        policies = {path: path.read_text() for path in self.policies.directory.glob("*/*")}
-        return Saved(encode(self.machine.current()), policies)
+        files = (path for path in self.policies.directory.glob("*/*") if path.parent.name != "sessions")
+        return Saved(self.machine.current(), {path: path.read_text() for path in files})
 
     def put_back(self, saved: Saved) -> None:
         """What a claim may change is as it was then."""
-        then = decode(saved.machine)
-        with self.machine._change() as state:
-            state.gpus, state.functions, state.system = then.gpus, then.functions, then.system
-            state.events = []  # otherwise hundreds of claims would add events that are written with each change
-        self.policies.reset()
-        for path, text in saved.policies.items():
-            path.write_text(text)
+        now, then = self.saved(), saved.machine
+        if _parts(now.machine) != _parts(then):
+            with self.machine._change() as state:
+                state.gpus, state.functions, state.system = _parts(then)
+                state.events = []  # otherwise hundreds of claims would add events that are written with each change
+        if now.policies != saved.policies:
+            self.policies.reset()
+            for path, text in saved.policies.items():
+                path.write_text(text)
         eventually(self._reopened)
 
     def reset(self) -> None:
         """Reset the machine as a reboot does: only what was created by hand at the start remains."""
-        is_loaded = self.machine.current().system != decode(self._first.machine).system
-        if is_loaded or self.settings() != self._at_first:
-            self.put_back(self._first)
+        self.put_back(self._first)
 
     def _reopened(self) -> bool:
         """An operation that hung in the test before may still close NVML for a moment."""
@@ -249,6 +252,11 @@ class Site:
 
     def close(self) -> None:
         self.simulated.close()
+
+
+def _parts(machine: State) -> tuple[list[SimulatedGpu], list[Function], dict[str, Any]]:
+    """What a claim may change."""
+    return machine.gpus, machine.functions, machine.system
 
 
 @dataclass

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.fakes.preparing import Crash
 BOOTS = ("first boot", "second boot")
 XID = Reason("xid", "48", Severity.UNHEALTHY, 100, 120, "Xid 48: double-bit ECC error")
 State = dict[str, object]
+T = TypeVar("T")
 
 
 @dataclass
@@ -83,18 +85,34 @@ class Case:
     def unprepare(self, node: KindNode) -> object:
         return node.unprepare(self.wanted)
 
+    def _once(self, what: str, find: Callable[[], T]) -> T:
+        """Return what the first test of the module found: the others would find the same."""
+        key = self.name, self.boot, what
+        if key not in self.site.found:
+            self.site.found[key] = find()
+        found: T = self.site.found[key]
+        return found
+
     def untouched(self) -> State:
         """The state after every Unprepare."""
-        node = self.fresh()
-        assert self.unprepare(node) is None
-        return node.state()
+
+        def find() -> State:
+            node = self.fresh()
+            assert self.unprepare(node) is None
+            return node.state()
+
+        return self._once("untouched", find)
 
     def uninterrupted(self) -> tuple[object, State]:
         """Return the response of an uninterrupted Prepare, and the state after it."""
-        node = self.fresh()
-        answer = self.prepare(node)
-        assert isinstance(answer, Prepared), answer
-        return answer, node.state()
+
+        def find() -> tuple[object, State]:
+            node = self.fresh()
+            answer = self.prepare(node)
+            assert isinstance(answer, Prepared), answer
+            return answer, node.state()
+
+        return self._once("uninterrupted", find)
 
     def dead_prepares(self, *, starts: bool = True) -> Iterator[tuple[str, KindNode]]:
         """The next instance after a death at each change of a Prepare, or the dead one if the next one does not start
@@ -128,13 +146,17 @@ class Case:
 
     def _changes(self, begin: Callable[[], KindNode], call: Callable[[KindNode], object]) -> list[Change]:
         """Return the changes of the call. Of several lanes with the same changes, only one counts."""
-        node = begin()
-        with node.dying(None) as changes:
-            call(node)
-        assert changes
-        by_lane = {
-            lane: [change for change in changes if change.lane == lane]
-            for lane in sorted({change.lane for change in changes}, key=sorted)
-        }
-        different = {tuple(change.name for change in found): found for found in by_lane.values()}
-        return [change for found in different.values() for change in found]
+
+        def find() -> list[Change]:
+            node = begin()
+            with node.dying(None) as changes:
+                call(node)
+            assert changes
+            by_lane = {
+                lane: [change for change in changes if change.lane == lane]
+                for lane in sorted({change.lane for change in changes}, key=sorted)
+            }
+            different = {tuple(change.name for change in found): found for found in by_lane.values()}
+            return [change for found in different.values() for change in found]
+
+        return self._once(call.__name__, find)

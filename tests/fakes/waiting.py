@@ -12,9 +12,11 @@ __all__ = ["PATIENCE_S", "eventually"]
 
 
 def eventually(check: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
-    """Poll `check` and return its first true value. Fails the test after a timeout."""
-    deadline = time.monotonic() + timeout_s
+    """Poll `check`, less often the longer that takes, and return its first true value. Fails the test after a
+    timeout."""
+    began = time.monotonic()
     while not (value := check()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s; the last value was {value!r}"
-        time.sleep(0.005)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"not within {timeout_s:g} s; the last value was {value!r}"
+        time.sleep(min(0.005 + waited_s / 20, 0.1))
     return value

@@ -14,7 +14,6 @@ from xml.sax.saxutils import escape
 
 import pynvml
 import pytest
-import yaml
 from gpucheck import (
     CANNOT_RUN,
     DIFFERENT,
@@ -36,10 +35,10 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.nvml import session
 from dra_driver.simulator import machine_names, open_machine
 from dra_driver.simulator.machine_state import nvlink_count
-from tests.fakes.tables import tabled
+from tests.fakes.tables import read_yaml, tabled
 
 ROOT = Path(__file__).parents[2]
-DIFFERENCES = yaml.safe_load(Path(__file__).with_name("smi_differences.yaml").read_text())
+DIFFERENCES = read_yaml(Path(__file__).with_name("smi_differences.yaml"))
 WIRED = [
     "dgx-h100", "h100-mig-static", "dgx-1v", "gb10", "gb200-nvl72-tray", "a100-pcie-pairs", "vm-passthrough",
 ]  # fmt: skip

@@ -8,7 +8,6 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +47,7 @@ from dra_driver.model.health import (
     condition,
 )
 from dra_driver.model.remedies import RESET_OR_REBOOT
+from tests.fakes.tables import read_yaml
 
 GPU = HealthState(HealthTarget("GPU-a"))
 INSTANCE = HealthState(HealthTarget("GPU-a", 3, 0))
@@ -157,9 +157,7 @@ def test_the_operator_has_the_last_word(number, ignored, fatal, severity):
     )
 
 
-@pytest.mark.parametrize(
-    ("reported", "expected"), yaml.safe_load(Path(__file__).with_name("signals.yaml").read_text())
-)
+@pytest.mark.parametrize(("reported", "expected"), read_yaml(Path(__file__).with_name("signals.yaml")))
 def test_signals_come_and_go_with_the_look(reported, expected):
     signals = PolledHealth(**{k: frozenset(v) if isinstance(v, list) else v for k, v in reported.items()})
     state = observe(GPU, PollResult(signals), NOW)

@@ -149,7 +149,15 @@ class Node(PlaygroundNode):
         return self.server.objects("resourceslices")
 
     def wait_devices(self, count: int) -> list[Json]:
-        [found] = eventually(lambda: [devices] if len(devices := self.devices()) == count else [])
+        """Return the devices once there are so many, without the copies that `devices` makes."""
+        kind = self.server.resource("resourceslices")
+
+        def complete() -> list[list[Json]]:
+            slices, _ = self.server.store.select(kind, lambda _: True)
+            found = [device for one in slices for device in one["spec"].get("devices", ())]
+            return [found] if len(found) == count else []
+
+        [found] = eventually(complete)
         return found
 
     def claim(

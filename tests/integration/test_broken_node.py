@@ -24,6 +24,7 @@ from typing import Any
 
 import grpc
 import pytest
+from playground.kubelet import KubeletSettings
 
 from dra_driver.model.claim import ClaimRef
 from tests.fakes.machines import silence
@@ -58,6 +59,7 @@ class Site:
     def __init__(self, root: Path) -> None:
         self.node = Node(root)
         self.node.configure_runtime()
+        self.node.kubelet.settings = KubeletSettings(poll_s=0.2)  # there are many
         self.refused = root / "refused"
         self.address = own_address()
         self.process: Any = None

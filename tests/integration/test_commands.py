@@ -28,7 +28,7 @@ from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.mps import LostMps, MpsDaemonSpec, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, StartMaintenance, WriteCdiSpec
-from tests.fakes.tables import data_of, tabled
+from tests.fakes.tables import data_of, read_yaml, tabled
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, NODE, Node, poll_all, received, sliced
 from tests.integration.test_mig_commands import files
@@ -619,7 +619,7 @@ def blocks(page: Path) -> list[Json]:
         document
         for block in map(textwrap.dedent, found)
         if block in found or block.startswith(("requests:", "devices:"))
-        for document in yaml.safe_load_all(block)
+        for document in yaml.load_all(block, Loader=yaml.CSafeLoader)
     ]
 
 
@@ -681,7 +681,7 @@ def test_page_for_newcomers_shows_a_claim_of_at_most_15_lines_that_an_example_ha
 
 
 def test_examples_that_need_values_say_how_to_set_them() -> None:
-    values = yaml.safe_load((EXAMPLES.parent / "daemonset/chart/values.yaml").read_text())
+    values = read_yaml(EXAMPLES.parent / "daemonset/chart/values.yaml")
     for readme in EXAMPLES.glob("*/README.md"):
         commands = re.findall(r"^    (helm upgrade .*(?:\\\n.*)*)", readme.read_text(), re.MULTILINE)
         assert len(commands) == (readme.parent.name in CONFIGURED), readme

@@ -26,6 +26,7 @@ from dra_driver.mps_host.host_files import mps_layout
 from dra_driver.nvml.session import NvmlSession
 from dra_driver.simulator.catalogue import MACHINES
 from tests.fakes.scrapes import by_label
+from tests.fakes.tables import read_yaml
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, NODE, Node
 
@@ -111,7 +112,7 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
     """The claim that created it ends first; the device and its daemon remain for the other one. The host has
     no capability nodes of the device until someone creates them.
     """
-    body = yaml.safe_load((MACHINES / "dgx-h100.yaml").read_text())
+    body = read_yaml(MACHINES / "dgx-h100.yaml")
     machine = tmp_path / "without-nodes.yaml"
     machine.write_text(yaml.safe_dump({**body, "system": {"cap_nodes": False}}))
     sharing = share_all(SharingRule("memory", enforce="mps"))

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import ClaimRef, Prepared
 from tests.fakes.json_stream import json_documents
+from tests.fakes.tables import read_yaml
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, NODE, Node
 
@@ -219,7 +219,7 @@ def test_a_gpu_that_is_cut_on_demand_keeps_its_name(make_node: MakeNode, tmp_pat
     assert [device["name"] for device in node.devices()] == names
 
 
-NAMES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+NAMES: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 def test_names_on_the_node_are_those_of_the_incumbent_but_for_the_table(make_node: MakeNode) -> None:

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 from dra_driver.model.remedies import reset
+from tests.fakes.tables import read_yaml
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dra_driver"
@@ -20,7 +19,7 @@ TEXTS = sorted(
 )
 RUNBOOKS = [
     rule["annotations"]["runbook"]
-    for group in yaml.safe_load((PACKAGE.parent / "daemonset/chart/files/rules.yaml").read_text())["groups"]
+    for group in read_yaml(PACKAGE.parent / "daemonset/chart/files/rules.yaml")["groups"]
     for rule in group["rules"]
     if "alert" in rule
 ]

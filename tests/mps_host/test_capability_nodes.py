@@ -17,6 +17,7 @@ from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.simulator import Machine, SimulatedDeviceNodes, create_machine
 from dra_driver.simulator.catalogue import MACHINES
 from dra_driver.simulator.mig import cap_minor
+from tests.fakes.tables import read_yaml
 from tests.fakes.waiting import PATIENCE_S
 from tests.mps_host.conftest import Host
 
@@ -26,7 +27,7 @@ root = pytest.mark.skipif(os.geteuid() != 0, reason="mknod(2) needs root")
 @pytest.fixture
 def bare(tmp_path: Path) -> Iterator[Host]:
     """A host whose MIG devices have no nodes."""
-    body = yaml.safe_load((MACHINES / "h100-mig-static.yaml").read_text())
+    body = read_yaml(MACHINES / "h100-mig-static.yaml")
     file = tmp_path / "bare.yaml"
     file.write_text(yaml.safe_dump({**body, "system": {"cap_nodes": False}}))
     top = Path(tempfile.mkdtemp(prefix="mps-"))

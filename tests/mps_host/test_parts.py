@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dra_driver import errors
 from dra_driver.errors import PermanentError, StateError
@@ -23,10 +22,11 @@ from dra_driver.mps_host.daemon_control import bound_logs, is_answer, limit_comm
 from dra_driver.mps_host.daemon_mounts import KernelMounter, SelinuxLabels, is_tmpfs
 from dra_driver.mps_host.daemon_processes import ProcessId
 from dra_driver.mps_host.host_files import DaemonRecord, DaemonRecords, MpsLayout, mps_layout
+from tests.fakes.tables import read_yaml
 from tests.fakes.waiting import eventually
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
-TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
+TABLES = read_yaml(Path(__file__).with_name("tables.yaml"))
 
 
 @pytest.mark.parametrize(("wanted", "text", "equal"), TABLES["answers"])

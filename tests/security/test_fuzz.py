@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
+from tests.fakes.tables import read_yaml
 from tests.security import targets
 from tests.security.targets import TARGETS, bounded
 
@@ -40,7 +40,7 @@ FOUND = {
     "documents": [b"\0", b"a: &x0 [1]\n" + b"".join(b"b%d: &x%d [%s]\n" % (n, n, b", ".join([b"*x%d" % (n - 1)] * 9))
                                             for n in range(1, 9))],
 }  # fmt: skip
-_SAMPLES = yaml.safe_load(Path(__file__).with_name("samples.yaml").read_text())
+_SAMPLES = read_yaml(Path(__file__).with_name("samples.yaml"))
 _LARGEST = 1 << 14
 _TOKENS = (
     "../", "/", "..", "\0", "\n", "%2e%2e%2f", "\u202e", "{}", "[]", "[" * 200, '{"a":' * 500, "null", "true", "-1",

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError
@@ -22,6 +21,7 @@ from dra_driver.sharing.rules.client_limits import max_clients
 from dra_driver.sharing.rules.shared_device import ShareLimits, limits_of
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import DRIVER, GPU_0, NODE, claim, h100, inventory, result
+from tests.fakes.tables import read_yaml
 
 R550, R555 = DriverVersions("550.163.01", (12, 4)), DriverVersions("555.58.02", (12, 5))
 R580, R590 = DriverVersions("580.95.05", (13, 0)), DriverVersions("590.44.01", (13, 1))
@@ -50,7 +50,7 @@ def prepared(number: int, usage: Any) -> ClaimRecord:
     return ClaimRecord(one, "prepared", "boot", (known,), ())
 
 
-CLIENTS = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())["clients"]
+CLIENTS = read_yaml(Path(__file__).with_name("tables.yaml"))["clients"]
 
 
 @pytest.mark.parametrize(("compute", "driver", "most"), CLIENTS)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from dra_driver.sharing.rules.client_limits import BoundedRule
 from dra_driver.sharing.rules.shared_device import ShareLimits, limits_of, memory_mib_of, multiprocessors_of
 from dra_driver.slices.rules.attributes import wire_device
 from tests.fakes.samples import MIG_1G, MIXED, ONE_G, h100, inventory, mig, partitioned, result
+from tests.fakes.tables import read_yaml
 
 GPU = WholeGpu("gpu-0", h100(0, multiprocessors=132))
 BLIND = WholeGpu("gpu-0", h100(0, memory_bytes=None))
@@ -31,7 +31,7 @@ RULES = {
     "four": FOUR,
     "three": SharingRule("shares", 3),
 }
-LIMITS = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())["limits"]
+LIMITS = read_yaml(Path(__file__).with_name("tables.yaml"))["limits"]
 
 
 @pytest.mark.parametrize(("rule", "consumed", "memory", "threads"), LIMITS)
