@@ -61,7 +61,9 @@ def test_lost_limits_are_set_again_after_a_driver_reload(node: Node) -> None:
 
 def test_node_without_the_right_refuses_the_claim_and_keeps_nothing(node: Node) -> None:
     node.machine.set_fault("nvmlDeviceSetPowerManagementLimit", code="no-permission")
-    node.refused(limited(node, "guest", power={"limitWatts": 500}), "this node may not change it")
+    node.refused(
+        limited(node, "guest", power={"limitWatts": 500}), "NVML denies permission, as it may in a virtual"
+    )
     node.machine.set_fault("nvmlDeviceSetGpuLockedClocks", code="not-supported")
     node.refused(limited(node, "old", clocks={"graphicsMHz": {"max": 900}}), "remove clocks from the claim's")
     assert node.driver.cleaner.outstanding() == []
