@@ -200,7 +200,7 @@ def _fraction(load: GpuLoad | None) -> float | None:
 
 
 def _word(severity: str) -> str:
-    """Write what needs attention in capitals, so that it stands out without colours."""
+    """Write what needs attention in capitals, which are visible without colours too."""
     return severity.upper() if severity in ("degraded", "unhealthy", "lost", "unknown") else severity
 
 

@@ -1,7 +1,7 @@
 """Closes NVML for a while, so that an administrator can reset GPUs, switch MIG modes or unload the NVIDIA driver.
 
 The NVIDIA driver counts every process with an open NVML session as a client of every GPU. `gpu-dra-driver detach`
-writes a file with an end time, so every process of the plugin closes NVML, also one that stands by or restarts. Each
+writes a file with an end time, so every process of the plugin closes NVML, even on standby or after a restart. Each
 process, and the MPS host for nvidia-smi, holds a lock while it has NVML open, so `detach` can see when all have closed
 it.
 

@@ -3,7 +3,7 @@
 The machine file is changed under a lock. Readers take no lock: a rename replaces the file, and its modification time
 grows with every change.
 
-The real driver counts a session as a client of every GPU, and refuses some changes meanwhile. Here each session is a
+The real driver counts a session as a client of every GPU, and then refuses some changes. Here each session is a
 locked file, so that sessions end with their process.
 
 The settings are files inside the host root: nvidia-smi, here a shell script, finds them relative to its own path, even

@@ -1,4 +1,4 @@
-"""Docstrings are few enough to be read, and each says more than the name under which it stands."""
+"""Docstrings are short enough to be read, and none only repeats the name of its function."""
 
 from __future__ import annotations
 

@@ -149,10 +149,10 @@ def test_pod_with_a_node_name_does_not_run_unless_its_claim_is_allocated(node: N
         why = "kube-scheduler allocates claims, but only for pods that are created without nodeName"
         eventually(lambda: len([line for line in lines if "is waiting" in line and line.endswith(why)]) == 3)
 
-        def told() -> set[str]:
+        def pods() -> set[str]:
             return {one["involvedObject"]["name"] for one in node.events("FailedPrepareDynamicResources")}
 
-        eventually(lambda: told() == {"pinned", "pinned-limit", "early"})
+        eventually(lambda: pods() == {"pinned", "pinned-limit", "early"})
         create("scheduled", by_claim, resourceClaims=named)
         eventually(lambda: {"pod default/scheduled running", "pod default/early running"} <= {*lines})
     assert not any("pinned" in line and line.endswith("running") for line in lines)
