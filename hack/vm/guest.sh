@@ -4,7 +4,7 @@ exec >/dev/ttyS1 2>&1
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
 busybox=$KERNEL/bin/busybox version=$(uname -r)
 mount -t proc proc /proc; mount -t sysfs sys /sys
-mount -t tmpfs tmpfs /run; mount -t tmpfs tmpfs /tmp
+mount -t tmpfs tmpfs /run
 mkdir -p /dev/pts /dev/shm; mount -t devpts devpts /dev/pts; mount -t tmpfs tmpfs /dev/shm
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 $busybox stty -F /dev/ttyS1 raw -echo; $busybox stty -F /dev/ttyS2 raw -echo
