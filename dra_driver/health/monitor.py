@@ -225,6 +225,7 @@ class Monitor(HealthThread):
             thread = PollThread(self)
             thread.start()
             self._poll_threads.append(thread)
+            thread.wake()  # `_poll_soon` may have missed it
 
     def _forget_gone(self, gpus: Mapping[str, str | None]) -> None:
         known = {target.gpu_uuid for target in self.book.states()}

@@ -12,7 +12,7 @@ import pytest
 
 from dra_driver.errors import NvmlUnavailableError, RetryableError, StateError
 from dra_driver.health.book import HealthBook
-from dra_driver.health.monitor import Monitor
+from dra_driver.health.monitor import Monitor, PollThread
 from dra_driver.health.rules.state import REBOOT_AFTER_S, SETTLE_S, SETTLE_UNSURE_S, UNRESPONSIVE_AFTER_S
 from dra_driver.health.rules.taints import device_taints
 from dra_driver.health.store import HealthStore, KeptHealth, ServicedGpus
@@ -824,6 +824,13 @@ def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         assert made.source.closed
         names = {thread.name for thread in threading.enumerate()}
         assert not [name for name in names if name.startswith("health")]
+
+
+def test_poll_that_becomes_due_while_its_thread_starts_is_not_missed(threaded, monkeypatch):
+    start = PollThread.start
+    monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 3600.0)
+    monkeypatch.setattr(PollThread, "start", lambda thread: (start(thread), time.sleep(0.05)))
+    threaded()
 
 
 def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_fresh(threaded):
