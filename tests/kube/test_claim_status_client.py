@@ -82,7 +82,7 @@ class Case:
         )
 
     def read(self):
-        return ClaimClient(self.api).get_claim(self.ref.namespace, self.ref.name)
+        return ClaimClient(self.api).find(self.ref)
 
     def devices(self):
         return {entry["device"]: entry for entry in (self.read().get("status") or {}).get("devices") or ()}

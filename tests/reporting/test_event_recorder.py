@@ -56,15 +56,13 @@ class Server:
         self.tries = 0
         self.reported = threading.Condition()
 
-    def pods_of(self, ref, *, timeout_s=None):
-        assert timeout_s is not None
+    def pods_of(self, ref):
         self._serve()
         if self.refuses_pods:
             raise ApiRejectedError("get claim: forbidden", status=403)
         return _PODS
 
-    def write(self, about, *rest, timeout_s=None, **how):
-        assert timeout_s is not None
+    def write(self, about, *rest, **how):
         self.firsts.append(how.get("is_first"))
         self._serve()
         with self.reported:
