@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -83,10 +83,7 @@ class Monitor(HealthThread):
         self._is_started = False
         super().__init__("health", self.turn, _CHECK_EVERY_S)
 
-    def problems(self, names: Mapping[str, str]) -> Sequence[NodeProblem]:
-        return list(self._problems(names))
-
-    def _problems(self, names: Mapping[str, str]) -> Iterator[NodeProblem]:
+    def problems(self, names: Mapping[str, str]) -> Iterator[NodeProblem]:
         reported = set()
         for target, state in self.book.states().items():
             texts = [reason.text for reason in state.reasons if reason.key == UNRESPONSIVE]

@@ -785,7 +785,7 @@ class Threaded:
             book, self.source, lambda: self.gpus, lambda _: True, lambda: self.hanging, lambda *_: None
         )
         self.monitor.start()
-        eventually(lambda: sum(poller.is_registered for poller in self.monitor.pollers.values()) == 2)
+        eventually(lambda: all(poller._set_number for poller in self.monitor.pollers.values()))
         eventually(lambda: all(map(self.monitor.book.is_fresh, self.gpus)))
 
     def hang(self, *gpus: str) -> None:
@@ -885,7 +885,7 @@ def test_gpu_that_comes_back_while_its_old_call_hangs_gets_no_second_call(thread
     made.source.hangs.clear()
     made.source.release.set()
     eventually(lambda: made.monitor.pollers["GPU-a"] is not old)
-    eventually(lambda: made.monitor.pollers["GPU-a"].is_registered)
+    eventually(lambda: made.monitor.pollers["GPU-a"]._set_number)
 
 
 def test_gpu_that_goes_is_not_polled_any_more(threaded):
