@@ -164,11 +164,6 @@ def test_claim_is_refused_when_allocation_is_malformed(devices):
         parse_allocated_claim(obj, ClaimRef("ns", "name", "u"))
 
 
-def test_empty_allocation_is_valid():
-    obj = {"metadata": {"uid": "u"}, "status": {"allocation": {}}}
-    assert parse_allocated_claim(obj, ClaimRef("ns", "name", "u")).results == ()
-
-
 def test_node_uid_is_read(target):
     nodes = target.api.request("GET", "/api/v1/nodes", action="list nodes")["items"]
     assert node_uid(target.api, nodes[0]["metadata"]["name"]) == nodes[0]["metadata"]["uid"]

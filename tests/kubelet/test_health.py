@@ -39,12 +39,6 @@ def test_all_services_serve_when_the_sockets_answer(node):
     assert [check(port, name) for name in SERVICES] == [Status.SERVING] * len(SERVICES)
 
 
-def test_unknown_service_is_not_found(served):
-    with pytest.raises(grpc.RpcError) as caught:
-        check(served[0].port, "dance")
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
 @pytest.mark.parametrize("which", ["dra", "registrar"])
 def test_dial_fails_when_a_socket_is_gone_and_names_it(node, which):
     plugin = node.plugin(settings={"guard_s": 60})
@@ -72,25 +66,6 @@ def test_server_that_takes_no_calls_is_not_alive_until_it_does(node, monkeypatch
     gate.opened.set()
     caller.join()
     assert eventually(lambda: plugin.liveness.fault() is None)
-
-
-def test_claims_that_hang_leave_the_driver_alive(node):
-    """As they do when NVML or the API server does not answer."""
-    claims, gate = FakeClaims(), Gate()
-    claims.on_prepare = claims.on_unprepare = gate
-    plugin = node.plugin(claims, settings=ON, is_ready=lambda: False)
-    callers = [
-        threading.Thread(target=prepare, args=(plugin.sockets.dra, claim(f"uid-{number}")))
-        for number in range(8)
-    ]
-    for caller in callers:
-        caller.start()
-    eventually(lambda: len(claims.requested) == len(callers))
-    assert [check(plugin.health_port, name) for name in ("", "liveness", "startup")] == [Status.SERVING] * 3
-    assert len(claims.requested) == len(callers), "a probe asks for no claim"
-    gate.opened.set()
-    for caller in callers:
-        caller.join()
 
 
 def test_dial_is_bounded_when_there_is_no_answer(short_dir):

@@ -100,19 +100,6 @@ def test_second_instance_on_the_same_paths_is_refused_and_the_first_serves_on(no
     assert get_info(first.sockets.registrar).name == DRIVER
 
 
-@pytest.mark.parametrize("length", [106, 107])
-def test_longest_paths_are_served(short_dir, length):
-    path = short_dir / ("s" * (length - len(str(short_dir)) - 1 - 5) + ".sock")
-    assert len(str(path)) == length
-    server = SocketServer({"test": path}, {})
-    server.start()
-    with channel(path) as opened, pytest.raises(grpc.RpcError) as caught:
-        opened.unary_unary("/a.B/C")(b"", timeout=PATIENCE_S)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    server.stop(0)
-    assert not path.exists()
-
-
 @pytest.mark.parametrize("name", ["d" * 120, "a%20b c?#é"], ids=["just enough room", "odd characters"])
 def test_socket_is_served_in_a_directory_with_just_enough_room_or_odd_characters(short_dir, name):
     directory = short_dir / name[: 107 - len("/dra.sock") - len(str(short_dir)) - 1]

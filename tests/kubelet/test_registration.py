@@ -126,7 +126,10 @@ def test_rolling_update_of_this_plugin_is_not_a_problem(node: Node) -> None:
     assert old.problems() == []
 
 
-def test_drivers_with_other_names_and_dead_sockets_are_not_a_problem(node: Node, other, mute) -> None:
+def test_drivers_with_other_names_and_dead_sockets_are_not_a_problem(
+    node: Node, other, mute, monkeypatch
+) -> None:
+    monkeypatch.setattr("dra_driver.kubelet.registration._QUERY_S", 0.2)
     other("gpu.other.example-reg.sock", node.root / "o/dra.sock", name="gpu.other.example")
     mute(node.registry / "csi.example-reg.sock")
     (node.plugins / DRIVER).mkdir(parents=True)

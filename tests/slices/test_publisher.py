@@ -132,14 +132,6 @@ def test_pool_is_published_once(running: Bench) -> None:
     assert settled(running) == 1
 
 
-def test_restart_writes_nothing(running: Bench) -> None:
-    running.publisher.stop()
-    following = Bench(running.slices).start()
-    assert following.publisher.wait_published(20)
-    assert settled(following) == 1
-    following.publisher.stop()
-
-
 def test_nothing_is_written_when_nothing_is_known(bench: Bench) -> None:
     bench.inventory = None
     bench.start()
@@ -535,10 +527,6 @@ def test_stop_ends_the_thread_while_it_waits_to_try_again(bench: Bench) -> None:
     bench.publisher.stop()
     assert time.monotonic() - started < PATIENCE_S
     assert not bench.publisher._worker._thread.is_alive()
-
-
-def test_stop_is_harmless_before_the_start(bench: Bench) -> None:
-    bench.publisher.stop()
 
 
 # --- slices that do not go away ------------------------------------------------------------------
