@@ -6,20 +6,14 @@ import re
 import threading
 from collections import Counter
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.claim_status_client import ClaimStatusClient
-from dra_driver.kube.client import ApiClient
-from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.events import EventWriter
 from dra_driver.model.claim import ClaimRef, DeviceStatus
 from dra_driver.model.problems import EventObject, EventReason, node_object
 from dra_driver.reporting.event_recorder import (
@@ -30,7 +24,6 @@ from dra_driver.reporting.event_recorder import (
     ReportLimits,
 )
 from tests.fakes.waiting import PATIENCE_S, eventually
-from tests.kube.support import DRIVER, allocated_claim
 
 _REF = ClaimRef("ns", "claim", "uid")
 _PODS = tuple(EventObject("Pod", f"pod-{n}", f"uid-{n}", "ns") for n in range(2))
@@ -92,14 +85,13 @@ def server():
 
 
 @contextmanager
-def speaking(server, limits=_FAST, claims=None):
-    recorder = EventRecorder("node-a", server, claims or server, limits=limits)
+def speaking(server, limits=_FAST):
+    recorder = EventRecorder("node-a", server, server, limits=limits)
     recorder.start()
     try:
         yield recorder
     finally:
-        if isinstance(server, Server):
-            server.open.set()
+        server.open.set()
         recorder.stop()
 
 
@@ -242,33 +234,6 @@ def test_a_recorder_that_was_never_started_stops(server):
     recorder.node_event("First", "", warning=False)
     recorder.stop()
     assert recorder.dropped == 1
-
-
-def test_over_a_real_connection_that_goes_and_comes(tmp_path):
-    with PlaygroundApiServer() as api_server:
-        kubeconfig = tmp_path / "kubeconfig"
-        api_server.write_kubeconfig(kubeconfig)
-        client = ApiClient(load_endpoint(kubeconfig), timeout_s=5)
-        api = client
-        metadata = allocated_claim(api, "default", [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}])[
-            "metadata"
-        ]
-        ref = ClaimRef("default", metadata["name"], metadata["uid"])
-        moment = datetime(2026, 8, 7, 12, tzinfo=UTC)
-        events = EventWriter(client, DRIVER, "node-a", now=lambda: moment)
-        claims = ClaimStatusClient(api, DRIVER, "node-a", now=lambda: moment)
-        api_server.stop()
-        with speaking(events, claims=claims) as recorder:
-            for _ in range(5):
-                recorder.claim_event(ref, "PrepareFailed", "why", warning=True)
-            recorder.claim_status(ref, [_READY], lambda: None)
-            api_server.start()
-            eventually(lambda: recorder.written == 4)
-        client.close()
-        found = api_server.objects("events", group="")
-        assert sorted(event["involvedObject"]["name"] for event in found) == [ref.name, "pod-1", "pod-2"]
-        (claim,) = api_server.objects("resourceclaims")
-        assert [entry["device"] for entry in claim["status"]["devices"]] == ["gpu-0"]
 
 
 def claim_state(ref, *devices):
