@@ -324,20 +324,6 @@ def test_every_poll_that_reads_a_fabric_reports_the_registration(bench):
         }
 
 
-def test_gpus_of_a_confidential_machine_are_held_back_until_they_are_ready(bench):
-    bench.machine.set_system(confidential_compute="on")
-    bench.turn(10)
-    taint = ["confidential-compute=not-ready:NoSchedule"]
-    assert bench.tainted() == dict.fromkeys(("0", "1", "2", "1g.10gb", "3g.40gb"), taint)
-    bench.machine.set_fault("nvmlSystemGetConfComputeGpusReadyState", code="unknown")
-    bench.turn(10)
-    assert bench.tainted()["0"] == taint, "what is not told now is what it was"
-    bench.machine.clear_faults()
-    bench.machine.set_system(confidential_compute="on", confidential_ready=True)
-    bench.turn(10)
-    assert bench.tainted() == {}
-
-
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
     seen: list[tuple[str, list[str]]] = []
     bench.monitor.book.on_shown = lambda: seen.append((bench.condition(0), bench.reasons(0)))
@@ -886,13 +872,6 @@ def test_gpu_that_comes_back_while_its_old_call_hangs_gets_no_second_call(thread
     made.source.release.set()
     eventually(lambda: made.monitor.pollers["GPU-a"] is not old)
     eventually(lambda: made.monitor.pollers["GPU-a"]._set_number)
-
-
-def test_gpu_that_goes_is_not_polled_any_more(threaded):
-    made = threaded()
-    made.gpus = {"GPU-b": None}
-    made.monitor.devices_changed()
-    eventually(lambda: list(made.monitor.pollers) == ["GPU-b"])
 
 
 def test_poll_that_hangs_gives_each_gpu_a_thread_until_it_returns(threaded):
