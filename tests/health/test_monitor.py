@@ -86,13 +86,14 @@ class Bench:
     def problems(self) -> list[tuple[str, str]]:
         return [(problem.code, problem.subject) for problem in self.monitor.problems({})]
 
-    def turn(self, passed: float = 0) -> None:
-        self.now += passed
-        self.monitor.turn()
-        self.monitor.listener.turn(0)
-        for poller in self.monitor.pollers.values():
-            poller.turn()
-        self.monitor.book.write()
+    def turn(self, passed: float = 0, times: int = 1) -> None:
+        for _ in range(times):
+            self.now += passed
+            self.monitor.turn()
+            self.monitor.listener.turn(0)
+            for poller in self.monitor.pollers.values():
+                poller.turn()
+            self.monitor.book.write()
 
     def reasons(self, index: int, *instance: int) -> list[str]:
         state = self.monitor.book.state(HealthTarget(self.uuids[index], *instance))
@@ -133,8 +134,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_well_gpus_cost_nothing(bench):
     file = bench.directory / "health.json"
     written = file.stat().st_mtime_ns
-    for _ in range(20):
-        bench.turn(3)
+    bench.turn(3, times=20)
     assert [bench.condition(index) for index in range(4)] == ["ok"] * 4
     assert (bench.changes, file.stat().st_mtime_ns, bench.tainted()) == (0, written, {})
     assert bench.monitor.book.answered_at(bench.uuids[0]) >= bench.now - 10
@@ -386,32 +386,26 @@ def test_gpu_that_was_serviced_is_well_after_its_next_poll_and_its_neighbour_is_
     assert bench.tainted() == before
     other_boot = ServicedGpus(bench.directory, "boot-0")
     other_boot.add(bench.uuids[MIG_GPU], int(bench.now))
-    bench.turn(10)
-    bench.turn(10)
+    bench.turn(10, times=2)
     assert bench.tainted() == before
     ServicedGpus(bench.directory, "boot-1").add(bench.uuids[MIG_GPU], int(bench.now))
-    bench.turn(10)
-    bench.turn(10)
+    bench.turn(10, times=2)
     assert bench.tainted() == {"0": ["xid=119:NoSchedule"]}
     bench.machine.raise_xid(MIG_GPU, 119)
-    bench.turn(10)
-    bench.turn(10)
+    bench.turn(10, times=2)
     assert set(bench.tainted()) == set(before), "it came again"
     (bench.directory / "serviced.json").write_text("{")
     bench.turn(10)
     ServicedGpus(bench.directory, "boot-1").add(bench.uuids[0], int(bench.now))
-    bench.turn(10)
-    bench.turn(10)
+    bench.turn(10, times=2)
     assert set(bench.tainted()) == set(before) - {"0"}
 
 
 def test_silence_while_nvml_is_closed_or_the_driver_is_reloaded_does_not_count(bench):
     bench.machine.unload_driver()
-    for _ in range(5):
-        bench.turn(10)
+    bench.turn(10, times=5)
     bench.node.session.release("closed")
-    for _ in range(5):
-        bench.turn(10)
+    bench.turn(10, times=5)
     bench.machine.load_driver()
     bench.node.session.reopen()
     bench.turn(10)
@@ -465,8 +459,7 @@ def test_a_lost_gpu_stays_lost_while_it_is_on_the_bus_also_over_restarts(bench):
     gone = lose_and_hide(bench)
     bench.turn(3600)
     bench.restarted()
-    for _ in range(3):
-        bench.turn(3600)
+    bench.turn(3600, times=3)
     assert (bench.condition(0), gone in kept(bench)) == ("lost", True)
     bench.on_bus.remove(bench.places[gone])
     bench.turn(10)
@@ -510,8 +503,7 @@ def test_a_lost_gpu_whose_place_is_not_known_stays_until_a_reboot(bench, boot, i
         state.pop("pciBusID", None)
     path.write_text(json.dumps(document))
     bench.restarted(boot)
-    for _ in range(3):
-        bench.turn(3600)
+    bench.turn(3600, times=3)
     assert (gone in kept(bench)) is is_kept
 
 
@@ -538,8 +530,7 @@ def test_a_driver_reload_clears_what_it_mends(bench):
     bench.turn()
     assert bench.reasons(0) == ["xid/62"], "a new session is no reload"
     bench.machine.unload_driver()
-    for _ in range(4):
-        bench.turn(10)
+    bench.turn(10, times=4)
     assert (bench.condition(0), bench.condition(1)) == ("unknown", "unknown")
     assert bench.problems() == [("health-unknown", uuid) for uuid in bench.uuids]
     bench.shown = None
@@ -633,8 +624,7 @@ def test_events_that_fail_do_not_stop_the_polls(bench, logs, function):
     bench.machine.set_fault(function, code="unknown")
     bench.monitor.devices_changed()
     bench.machine.set_remapped_rows(0, pending=1)
-    for _ in range(3):
-        bench.turn(10)
+    bench.turn(10, times=3)
     assert "row-remap/pending" in bench.reasons(0)
     assert len([line for line in logs if line["event"] == "gpu_events_failed"]) <= 1
     bench.machine.clear_faults()
@@ -650,15 +640,13 @@ def test_driver_version_that_cannot_be_read_is_not_a_reload_and_leaves_no_event_
     bench.turn()
     bench.machine.set_fault("nvmlSystemGetDriverVersion", code="unknown")
     bench.monitor.devices_changed()
-    for _ in range(4):
-        bench.turn(10)
+    bench.turn(10, times=4)
     assert bench.reasons(0) == ["unmonitored", "xid/62"]
     assert len(bench.source._sets) == 1
     bench.machine.clear_faults()
     bench.machine.set_fault("nvmlSystemGetDriverVersion", code="not-supported")
     bench.machine.set_fault("nvmlDeviceGetFieldValues", code="not-supported")
-    for _ in range(3):
-        bench.turn(10)
+    bench.turn(10, times=3)
     assert bench.reasons(0) == ["xid/62"]
     assert len(bench.source._sets) == 1
 
@@ -667,8 +655,7 @@ def test_a_gpu_whose_health_is_known_again_is_reported(bench):
     bench.turn()
     bench.monitor.book._answers.clear()
     before = bench.changes
-    bench.turn(10)
-    bench.turn(10)
+    bench.turn(10, times=2)
     assert bench.changes == before + 4
 
 
@@ -678,8 +665,7 @@ def test_file_names_the_gpus_whose_health_is_known(bench):
 
     assert known() == sorted(bench.uuids)
     silence(bench.machine, 0)
-    for _ in range(4):
-        bench.turn(10)
+    bench.turn(10, times=4)
     assert known() == sorted(bench.uuids[1:])
     bench.restarted().book.write()
     assert "known" not in json.loads((bench.directory / "health.json").read_text())

@@ -161,8 +161,7 @@ def test_link_that_goes_down_while_the_plugin_is_away_is_noticed_in_the_same_boo
 
 def test_gpu_on_switches_with_a_link_down_gets_a_taint_within_a_minute(bench: Bench) -> None:
     bench.machine.set_gpu(2, links_down=[4])
-    for _ in range(5):
-        bench.turn(10)
+    bench.turn(10, times=5)
     assert bench.tainted() == {"2": ["nvlink=down:NoSchedule"]}
     bench.machine.set_gpu(2, links_down=[])
     bench.turn(10)
@@ -235,8 +234,7 @@ def test_flag_that_was_read_a_while_ago_still_keeps_an_xid(bench: Bench) -> None
     bench.machine.set_gpu(0, repairs_pending=[1, 0])
     bench.turn(EVERY)
     bench.machine.raise_xid(0, 95)
-    for _ in range(6):
-        bench.turn(10)
+    bench.turn(10, times=6)
     assert bench.reasons(0) == ["repair/channel-pending", "xid/95"]
 
 
