@@ -264,14 +264,6 @@ def test_the_pace_is_a_burst_and_then_one_a_second():
     assert queue.ready_at(3600.0) is None
 
 
-def test_states_do_not_wait_for_events():
-    queue = EventQueue(ReportLimits(events_at_once=1, settle_s=0))
-    queue.put(event(1), 0.0)
-    queue.put(event(2), 0.0)
-    queue.put(claim_state(_REF, _READY), 0.0)
-    assert [type(queued.report) for queued in taken(queue, 0.0)] == [ObjectEvent, ClaimState]
-
-
 def test_a_state_lets_calls_that_came_together_be_answered_first():
     """It is counted from the first: one that changes all the time is said as well."""
     queue = EventQueue(ReportLimits(settle_s=0.25))

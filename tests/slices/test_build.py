@@ -249,17 +249,6 @@ def test_devices_go_with_a_counter_set_that_is_refused() -> None:
     assert all(name.startswith(GPU_1) for name in names(pool)[1])
 
 
-@pytest.mark.parametrize("rule", [SharingRule("shares", 10), SharingRule("memory"), SharingRule("unlimited")])
-def test_shared_devices_that_are_counted_stay_within_the_limits(rule: SharingRule) -> None:
-    everything = {"memory_bytes": 81559 << 20, "multiprocessors": 132, "fabric": Fabric("0" * 36, (1,))}
-    pool = build_pool(inventory(cut(0, **everything), **{uuid(0): "nvlink-0"}), NODE, share_all(rule))
-    assert pool.faults == ()
-    devices = pool.slices[1].devices
-    assert len(devices) == 26
-    assert all(device["allowMultipleAllocations"] and device["consumesCounters"] for device in devices)
-    assert max(len(device["attributes"]) + len(device["capacity"]) for device in devices) <= 32
-
-
 def test_no_device_of_another_gpu_moves_when_instances_are_withheld() -> None:
     gpus = [cut(number) for number in range(8)]
     before = build_pool(inventory(*gpus), NODE)
