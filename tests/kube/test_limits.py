@@ -122,13 +122,13 @@ def test_event_arrives_at_once_when_the_watch_is_not_chunked(head: str) -> None:
     def answer(send, _request):
         send(f"{head}\r\n\r\n".encode())
         send(b'{"type": "ADDED", "object": {}}\n{"type": "MODI')
-        time.sleep(1.0)
+        time.sleep(0.4)
         send(b'FIED", "object": {}}\n')
         time.sleep(30)
 
     with raw_server(answer) as port, closing(_client(port)) as client:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dra_driver.kube.client.ATTEMPT_S", 0.5)
+            patch.setattr("dra_driver.kube.client.ATTEMPT_S", 0.2)
             stream = client.watch(NODES, action="watch", query={"watch": "true"}, idle_timeout_s=20)
         events = iter(stream)
         assert [next(events)["type"], next(events)["type"]] == ["ADDED", "MODIFIED"]

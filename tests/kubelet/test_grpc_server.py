@@ -236,7 +236,10 @@ def test_a_stream_ends_when_its_handler_or_its_caller_ends(short_dir):
         eventually(lambda: not handlers())
 
 
-def test_calls_are_reported_as_abandoned_when_a_handler_hangs_past_the_grace(short_dir, quiet_logs):
+def test_calls_are_reported_as_abandoned_when_a_handler_hangs_past_the_grace(
+    short_dir, quiet_logs, monkeypatch
+):
+    monkeypatch.setattr(grpc_server, "_AFTER_GRACE_S", 0.05)
     waiting = Waiting()
     with served(short_dir, waiting) as server, channel(server.path) as opened:
         call = method_of(opened).future(named("x"), timeout=PATIENCE_S)

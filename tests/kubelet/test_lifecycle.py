@@ -149,7 +149,8 @@ def _refused(path):
     return False
 
 
-def test_stop_is_bounded_when_a_call_hangs(node):
+def test_stop_is_bounded_when_a_call_hangs(node, monkeypatch):
+    monkeypatch.setattr("dra_driver.kubelet.grpc_server._AFTER_GRACE_S", 0.05)
     claims = FakeClaims()
     gate = claims.on_prepare = Gate()
     plugin = node.plugin(claims)
