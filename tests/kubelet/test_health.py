@@ -35,7 +35,7 @@ def served():
 
 
 def test_all_services_serve_when_the_sockets_answer(node):
-    port = node.plugin(settings=ON).health_port
+    port = node.plugin(settings=ON)._health.port
     assert [check(port, name) for name in SERVICES] == [Status.SERVING] * len(SERVICES)
 
 
@@ -94,7 +94,7 @@ def test_startup_waits_for_the_first_answer(served):
 
 def test_readiness_follows_its_callable(node):
     ready = {"value": False}
-    port = node.plugin(settings=ON, is_ready=lambda: ready["value"]).health_port
+    port = node.plugin(settings=ON, is_ready=lambda: ready["value"])._health.port
     assert check(port, "readiness") == Status.NOT_SERVING
     ready["value"] = True
     assert check(port, "readiness") == Status.SERVING
