@@ -87,7 +87,9 @@ def test_plain_file_in_the_way_is_refused_and_kept_and_the_rest_torn_down(node, 
 
 def test_missing_registry_directory_is_named(node):
     node.registry.rmdir()
-    with pytest.raises(InvalidConfigError, match=f"{node.registry} does not exist"):
+    with pytest.raises(
+        InvalidConfigError, match=f"{node.registry} does not exist.*--kubelet-registrar-directory-path"
+    ):
         node.plugin()
     assert node.files() == []
 
