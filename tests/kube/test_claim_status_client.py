@@ -185,12 +185,6 @@ def test_of_a_claim_that_was_read_before_only_what_is_allocated_is_written(case)
     assert case.devices().keys() == {"gpu-0"}
 
 
-def test_deallocation_takes_our_entries_away(case):
-    case.status.write(case.ref, [ready(), ready("gpu-1", share_id=_SHARE)])
-    case.deallocate()
-    assert case.devices() == {}
-
-
 def test_another_driver_that_writes_at_the_same_time_is_not_a_conflict(case):
     other = case.client(_OTHER)
     theirs = DeviceStatus("n", "nic-0", True, "Up", "link is up")
