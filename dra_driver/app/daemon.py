@@ -18,7 +18,7 @@ from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.publishing import Publishing
 from dra_driver.app.settings import ADVICE_PATH, PROBE_PATHS, Settings
 from dra_driver.app.steps import gpu_steps
-from dra_driver.base.atomic import stamp_or_none, write_atomically
+from dra_driver.base.atomic import stamp_or_none
 from dra_driver.base.backoff import TokenBucket
 from dra_driver.base.file_lock import UseMark
 from dra_driver.base.threads import BackgroundWorker
@@ -400,7 +400,7 @@ class Driver:
             self,
             self._watch_health,
         )
-        disks = [DiskWatch(path, write_atomically) for path in (directory, Path(settings.cdi_root))]
+        disks = [DiskWatch(path) for path in (directory, Path(settings.cdi_root))]
         self.node_problems = NodeProblems(
             {
                 "the kubelet's sockets": self._plugin.problems,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -83,10 +83,7 @@ class Monitor(HealthThread):
         self._is_started = False
         super().__init__("health", self.turn, _CHECK_EVERY_S)
 
-    def problems(self, names: Mapping[str, str]) -> Sequence[NodeProblem]:
-        return list(self._problems(names))
-
-    def _problems(self, names: Mapping[str, str]) -> Iterator[NodeProblem]:
+    def problems(self, names: Mapping[str, str]) -> Iterator[NodeProblem]:
         reported = set()
         for target, state in self.book.states().items():
             texts = [reason.text for reason in state.reasons if reason.key == UNRESPONSIVE]
@@ -225,6 +222,7 @@ class Monitor(HealthThread):
             thread = PollThread(self)
             thread.start()
             self._poll_threads.append(thread)
+            thread.wake()  # `_poll_soon` may have missed it
 
     def _forget_gone(self, gpus: Mapping[str, str | None]) -> None:
         known = {target.gpu_uuid for target in self.book.states()}

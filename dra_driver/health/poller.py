@@ -63,8 +63,6 @@ class GpuPoller:
     ) -> None:
         self.uuid = uuid
         self.is_over = False
-        # Whether the GPU is registered in the newest event set.
-        self.is_registered = False
         self._target = HealthTarget(uuid)
         self._book, self._source = book, source
         self._is_watched, self._on_polled, self._on_due = is_watched, on_polled, on_due
@@ -152,7 +150,6 @@ class GpuPoller:
         except DraDriverError as error:
             self._registration_problem = str(error)
         self._set_number = number
-        self.is_registered = self._registration_problem is None
         self._take_monitored()
 
     @property

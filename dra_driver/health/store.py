@@ -52,8 +52,8 @@ class HealthStore:
         self._store = JsonStore(
             path.parent,
             _HEALTH_FILE.what,
-            lambda _, content: (content, decode(content)),
-            lambda written: written[0],
+            lambda _, content: decode(content),
+            encode,
             log_unreadable(
                 unreadable_event="health_unreadable",
                 name="file",
@@ -64,24 +64,21 @@ class HealthStore:
             is_name=lambda name: name == path.stem,
         )
         self._written: bytes | None = None
-        self._saved: KeptHealth | None = None
 
     def problems(self) -> Sequence[NodeProblem]:
         return self._store.problems()
 
     def load(self) -> KeptHealth | None:
         self._store.load()
-        found = self._store.get(self._name)
-        self._written, kept = (None, None) if found is None else found
+        kept = self._store.get(self._name)
+        self._written = None if kept is None else encode(kept)
         return kept
 
     def save(self, kept: KeptHealth) -> None:
-        if kept == self._saved:
-            return
         content = encode(kept)
         if content != self._written:
-            self._store.write(self._name, (content, kept), durable=False, whole=True)
-        self._written, self._saved = content, kept
+            self._store.write(self._name, kept, durable=False, whole=True)
+        self._written = content
 
 
 def encode(kept: KeptHealth) -> bytes:

@@ -15,6 +15,7 @@ from dra_driver.base.fields import NUMBER, Codec, Kind, omittable
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import ApiClient, is_not_found
+from dra_driver.kube.events import REPORT_S
 from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts, allocation_results
 from dra_driver.model.dataclass import KW_ONLY, dataclass
 from dra_driver.model.problems import EventObject
@@ -32,6 +33,8 @@ _TRIES = 4
 _CONFLICT, _INVALID = 409, 422
 _RECHECK_AFTER_S = 3600.0
 _DATA_VERSION = "v1alpha1"
+_Entries = dict[tuple[Any, ...], JsonObject]
+"""Entries of `status.devices` by driver, pool, device and share ID."""
 
 
 @dataclass(eq=False)
@@ -54,20 +57,13 @@ class ClaimStatusClient:
         self._manager = _field_manager(self.driver, self.node)
         self._dropped_at: float | None = None
 
-    def pods_of(self, ref: ClaimRef, *, timeout_s: float | None = None) -> tuple[EventObject, ...]:
+    def pods_of(self, ref: ClaimRef) -> tuple[EventObject, ...]:
         """Return no pods if the claim is gone or was replaced."""
-        obj = self._read(ref, timeout_s)
+        obj = self._read(ref)
         pods = None if obj is None else reserved_pods(obj)
         return tuple(EventObject("Pod", pod.name, pod.uid, ref.namespace) for pod in pods or ())
 
-    def write(
-        self,
-        ref: ClaimRef,
-        devices: Sequence[DeviceStatus],
-        *,
-        is_first: bool = False,
-        timeout_s: float | None = None,
-    ) -> bool:
+    def write(self, ref: ClaimRef, devices: Sequence[DeviceStatus], *, is_first: bool = False) -> bool:
         """Make `devices` this plugin's only entries in the claim's status. Return whether that changed the status.
 
         Writes nothing for a claim that is gone, replaced or not allocated, or for devices outside its allocation.
@@ -77,20 +73,20 @@ class ClaimStatusClient:
             return False
         if is_first and devices:
             try:
-                return self._store(ref, self._entries(devices, {}), timeout_s)
+                return self._store(ref, self._entries(devices, {}))
             except ApiRejectedError as error:
                 if error.status not in (_CONFLICT, _INVALID):
                     raise
         refused_at = ""
         for left in reversed(range(_TRIES)):
-            obj = self._read(ref, timeout_s)
+            obj = self._read(ref)
             if obj is None or not (obj.get("status") or {}).get("allocation"):
                 return False
             wanted, present = self._wanted(obj, devices), self._present(obj)
             if _same_entries(wanted, present):
                 return False
             try:
-                return self._store(ref, wanted, timeout_s)
+                return self._store(ref, wanted)
             except ApiRejectedError as error:
                 # The claim may have changed since it was read: deallocated, replaced, or allocated on another
                 # node.
@@ -101,12 +97,10 @@ class ClaimStatusClient:
                 refused_at = version
         return False
 
-    def _store(
-        self, ref: ClaimRef, wanted: dict[tuple[Any, ...], JsonObject], timeout_s: float | None
-    ) -> bool:
+    def _store(self, ref: ClaimRef, wanted: _Entries) -> bool:
         """Return False if the claim no longer exists."""
         try:
-            stored = self._apply(ref, wanted, timeout_s)
+            stored = self._apply(ref, wanted)
         except ApiRejectedError as error:
             if is_not_found(error):
                 return False
@@ -114,25 +108,23 @@ class ClaimStatusClient:
         self._note_dropped(wanted, stored)
         return True
 
-    def _read(self, ref: ClaimRef, timeout_s: float | None) -> JsonObject | None:
-        obj = self._claims.find(ref, timeout_s)
+    def _read(self, ref: ClaimRef) -> JsonObject | None:
+        obj = self._claims.find(ref, REPORT_S)
         if obj is None or obj["metadata"].get("uid") != ref.uid:
             return None
         return obj
 
-    def _present(self, obj: JsonObject) -> dict[tuple[Any, ...], JsonObject]:
+    def _present(self, obj: JsonObject) -> _Entries:
         entries = obj["status"].get("devices") or ()
         return {_key(entry): entry for entry in entries if entry["driver"] == self.driver}
 
-    def _wanted(self, obj: JsonObject, devices: Sequence[DeviceStatus]) -> dict[tuple[Any, ...], JsonObject]:
+    def _wanted(self, obj: JsonObject, devices: Sequence[DeviceStatus]) -> _Entries:
         allocated = {_key(result) for result in allocation_results(obj)}
         entries = self._entries(devices, self._present(obj))
         return {key: entry for key, entry in entries.items() if key in allocated}
 
-    def _entries(
-        self, devices: Sequence[DeviceStatus], present: dict[tuple[Any, ...], JsonObject]
-    ) -> dict[tuple[Any, ...], JsonObject]:
-        entries: dict[tuple[Any, ...], JsonObject] = {}
+    def _entries(self, devices: Sequence[DeviceStatus], present: _Entries) -> _Entries:
+        entries: _Entries = {}
         for device in devices:
             place = {"driver": self.driver, "pool": device.pool, "device": device.device}
             place |= {"shareID": device.share_id} if device.share_id else {}
@@ -151,9 +143,7 @@ class ClaimStatusClient:
             "lastTransitionTime": since or self.now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
 
-    def _apply(
-        self, ref: ClaimRef, wanted: dict[tuple[Any, ...], JsonObject], timeout_s: float | None
-    ) -> JsonObject:
+    def _apply(self, ref: ClaimRef, wanted: _Entries) -> JsonObject:
         # The UID makes the write fail if the claim was deleted and created again.
         body = {
             "apiVersion": "resource.k8s.io/v1",
@@ -171,10 +161,10 @@ class ClaimStatusClient:
             body=body,
             content_type=APPLY_PATCH,
             action=f"write the status of claim {ref.namespace}/{ref.name}",
-            timeout_s=timeout_s,
+            timeout_s=REPORT_S,
         )
 
-    def _note_dropped(self, wanted: dict[tuple[Any, ...], JsonObject], stored: JsonObject) -> None:
+    def _note_dropped(self, wanted: _Entries, stored: JsonObject) -> None:
         self._dropped_at = None
         if wanted and not (stored.get("status") or {}).get("devices"):
             self._dropped_at = self.clock()
@@ -201,9 +191,7 @@ def _condition(entry: JsonObject) -> JsonObject:
     return next((c for c in entry.get("conditions") or () if c.get("type") == CONDITION), {})
 
 
-def _same_entries(
-    wanted: dict[tuple[Any, ...], JsonObject], present: dict[tuple[Any, ...], JsonObject]
-) -> bool:
+def _same_entries(wanted: _Entries, present: _Entries) -> bool:
     return wanted.keys() == present.keys() and all(
         _condition(entry) == _condition(present[key]) and entry.get("data") == present[key].get("data")
         for key, entry in wanted.items()

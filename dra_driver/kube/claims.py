@@ -31,17 +31,6 @@ class ClaimClient:
 
     api: ApiClient
 
-    def get_claim(self, namespace: str, name: str, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Return the claim. Raises: ApiRejectedError with status 404 if the claim is gone."""
-        return self.api.call(
-            "GET",
-            "resourceclaims",
-            namespace=namespace,
-            name=name,
-            action=f"retrieve claim {namespace}/{name}",
-            timeout_s=timeout_s,
-        )
-
     def read(self, ref: ClaimRef, timeout_s: float | None = None) -> AllocatedClaim:
         """Return the claim that the kubelet names. Raises: ClaimRefusedError if it is deleted, replaced or not
         allocated.
@@ -58,12 +47,19 @@ class ClaimClient:
         return None if obj is None else parse_claim_now(obj, ref)
 
     def find(self, ref: ClaimRef, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """Like `get_claim`, but return None if the claim does not exist.
+        """Return None if the claim does not exist.
 
         A 404 from a proxy, or for a path that is not served, is still an error.
         """
         try:
-            return self.get_claim(ref.namespace, ref.name, timeout_s=timeout_s)
+            return self.api.call(
+                "GET",
+                "resourceclaims",
+                namespace=ref.namespace,
+                name=ref.name,
+                action=f"retrieve claim {ref.namespace}/{ref.name}",
+                timeout_s=timeout_s,
+            )
         except PathNotFoundError:
             raise
         except ApiRejectedError as error:

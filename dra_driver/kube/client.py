@@ -69,7 +69,6 @@ class ApiClient:
     timeout_s: float = DEFAULT_TIMEOUT_S
     limiter: TokenBucket | None = None
     observe: Callable[[str, int | None], None] | None = None
-    headers: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -204,7 +203,10 @@ class ApiClient:
         left_s = min(wanted.until - time.monotonic(), max_s, wanted.idle_s)
         if left_s <= 0:
             raise TimeoutError("the time limit was reached before the request was sent to the API server")
-        headers = {"Accept": JSON, "User-Agent": USER_AGENT, **(self.headers or {})}
+        headers = {
+            "Accept": JSON,
+            "User-Agent": USER_AGENT,
+        }
         if access.authorization:
             headers["Authorization"] = access.authorization
         body = None

@@ -18,6 +18,8 @@ from dra_driver.model.dataclass import KW_ONLY, dataclass
 from dra_driver.model.ids import one_line
 from dra_driver.model.problems import EventObject
 
+REPORT_S: Final = 5.0
+"""The time limit of a request that only reports something."""
 _AGGREGATED_S: Final = 600.0
 _REMEMBERED = 1024
 _MESSAGE_BYTES: Final = 1024
@@ -66,7 +68,6 @@ class EventWriter:
         *,
         warning: bool,
         times: int = 1,
-        timeout_s: float | None = None,
     ) -> None:
         """Report an event that happened `times` times since the last report. Within ten minutes, this only increases
         its count.
@@ -76,15 +77,15 @@ class EventWriter:
         text = one_line(message, _MESSAGE_BYTES)
         key = (about, warning, reason, text)
         known = self._known_event(key)
-        if known.stored and self._count_up(about, known, times, timeout_s):
+        if known.stored and self._count_up(about, known, times):
             return
         try:
-            self._create(key, known.name, times, timeout_s)
+            self._create(key, known.name, times)
         except ApiRejectedError as error:
             if error.status != _CONFLICT:
                 raise
             # An earlier attempt created the event, but its response was lost; `times` includes that attempt.
-            self._count_up(about, known, times, timeout_s)
+            self._count_up(about, known, times)
         known.stored, known.count = True, times
 
     def _known_event(self, key: _Key) -> _Known:
@@ -98,7 +99,7 @@ class EventWriter:
             self._known.popitem(last=False)
         return known
 
-    def _count_up(self, about: EventObject, known: _Known, times: int, timeout_s: float | None) -> bool:
+    def _count_up(self, about: EventObject, known: _Known, times: int) -> bool:
         """Return False, with a new name, if the event no longer exists."""
         patch = {"count": known.count + times, "lastTimestamp": self._moment()}
         try:
@@ -108,7 +109,7 @@ class EventWriter:
                 body=patch,
                 content_type=MERGE_PATCH,
                 action=f"update event {known.name}",
-                timeout_s=timeout_s,
+                timeout_s=REPORT_S,
             )
         except ApiRejectedError as error:
             if not is_not_found(error):
@@ -118,7 +119,7 @@ class EventWriter:
         known.count += times
         return True
 
-    def _create(self, key: _Key, name: str, times: int, timeout_s: float | None) -> None:
+    def _create(self, key: _Key, name: str, times: int) -> None:
         about, warning, reason, message = key
         moment = self._moment()
         involved = {
@@ -147,7 +148,7 @@ class EventWriter:
             _collection(about),
             body=body,
             action=f"create event {reason} for {about.kind} {about.name}",
-            timeout_s=timeout_s,
+            timeout_s=REPORT_S,
         )
 
     def _moment(self) -> str:

@@ -21,7 +21,6 @@ from dra_driver.model.claim import (
     PrepareOutcome,
     UnprepareOutcome,
 )
-from dra_driver.model.dataclass import dataclass
 from dra_driver.model.ids import is_dns_label, is_subdomain, is_uid
 
 V1 = "v1.DRAPlugin"
@@ -101,12 +100,12 @@ def _outcomes(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             f"the call names {len(claims)} claims, but one call may have at most {MAX_CLAIMS}; use several calls",
         )
-    checked = check_claims(ClaimRef(claim.namespace, claim.name, claim.uid) for claim in claims)
-    outcomes: dict[str, _Outcome | Failed] = {uid: Failed(text) for uid, text in checked.refused.items()}
-    uids = [ref.uid for ref in checked.accepted]
+    accepted, refused = check_claims(ClaimRef(claim.namespace, claim.name, claim.uid) for claim in claims)
+    outcomes: dict[str, _Outcome | Failed] = {uid: Failed(text) for uid, text in refused.items()}
+    uids = [ref.uid for ref in accepted]
     try:
         if uids:
-            outcomes |= call(checked.accepted, context.time_remaining(), lambda: not context.is_active())
+            outcomes |= call(accepted, context.time_remaining(), lambda: not context.is_active())
     except Exception as error:  # noqa: BLE001 - goes into the entries of the claims
         _log.exception("claim_service_failed", claim_uids=uids)
         outcomes |= dict.fromkeys(uids, Failed(error_text(error)))
@@ -138,16 +137,11 @@ def _device(device: PreparedDevice) -> pb.Device:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedClaims:
-    """Claims in request order, and the reasons for the refused ones by UID."""
+def check_claims(claims: Iterable[ClaimRef]) -> tuple[Sequence[ClaimRef], Mapping[str, str]]:
+    """Return the claims of one request, and the reasons for the refused ones by UID.
 
-    accepted: tuple[ClaimRef, ...]
-    refused: dict[str, str]
-
-
-def check_claims(claims: Iterable[ClaimRef]) -> CheckedClaims:
-    """Split the claims of one request. Identical references count once; a UID with two different names is refused."""
+    Identical references count once; a UID with two different names is refused.
+    """
     accepted: dict[str, ClaimRef] = {}
     refused: dict[str, str] = {}
     for ref in claims:
@@ -162,7 +156,7 @@ def check_claims(claims: Iterable[ClaimRef]) -> CheckedClaims:
             refused.setdefault(ref.uid, fault)
         else:
             accepted[ref.uid] = ref
-    return CheckedClaims(tuple(ref for uid, ref in accepted.items() if uid not in refused), refused)
+    return [ref for uid, ref in accepted.items() if uid not in refused], refused
 
 
 def claim_fault(ref: ClaimRef) -> str | None:

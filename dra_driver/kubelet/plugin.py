@@ -114,10 +114,6 @@ class KubeletPlugin:
     def stopping(self) -> bool:
         return self._stopping.is_set()
 
-    @property
-    def health_port(self) -> int | None:
-        return self._health.port if self._health else None
-
     def start(self) -> None:
         """Start both servers. The registration socket appears last, when everything else responds.
 

@@ -195,7 +195,6 @@ def _key(report: Report) -> Hashable:
     return report.ref if isinstance(report, ClaimState) else report
 
 
-_REQUEST_S: Final = 5.0
 _FLUSH_S: Final = 2.0
 _MAX_PODS = 16
 _MAX_RETRY_AFTER_S = 120.0
@@ -322,20 +321,17 @@ class EventRecorder(BackgroundWorker):
                     report.message,
                     warning=report.warning,
                     times=queued.times,
-                    timeout_s=_REQUEST_S,
                 )
                 self.written += 1
             case ClaimState() as report:
-                if self.claims.write(
-                    report.ref, report.devices, is_first=report.is_first, timeout_s=_REQUEST_S
-                ):
+                if self.claims.write(report.ref, report.devices, is_first=report.is_first):
                     self.written += 1
                     report.written()
 
     def _spread(self, report: ClaimEvent, queued: QueuedReport) -> None:
         """Convert an event for a claim into events for single objects, which are retried separately."""
         try:
-            pods = tuple(self.claims.pods_of(report.ref, timeout_s=_REQUEST_S))
+            pods = tuple(self.claims.pods_of(report.ref))
         except ApiRejectedError as error:
             if _is_for_now(error):
                 raise

@@ -56,7 +56,6 @@ _LAG_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 Operation = Literal["prepare", "unprepare"]
 _OPERATIONS = get_args(Operation)
 _MIG_ACTIONS = ("create", "destroy", "mode-on", "mode-off")
-_STEP_ACTIONS = ("do", "undo")
 _NO_ANSWER = "none"
 _USUAL_ANSWERS = (("GET", 200), ("POST", 201), ("PUT", 200), ("PATCH", 200), ("DELETE", 200))
 
@@ -65,7 +64,7 @@ _Shown = TypeVar("_Shown", Counter, Gauge, Histogram)
 
 
 _OPERATION = {"operation": _OPERATIONS}
-_STEP = {"step": [kind.tag for kind in STEPS], "action": _STEP_ACTIONS}
+_STEP = {"step": [kind.tag for kind in STEPS], "action": get_args(StepAction)}
 _Labels = Mapping[str, Sequence[str]]
 _COUNTERS: Mapping[str, tuple[str, _Labels]] = {
     "requests": ("Claims prepared or unprepared successfully.", _OPERATION),

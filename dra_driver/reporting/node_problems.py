@@ -18,7 +18,6 @@ import structlog
 
 from dra_driver.base.atomic import (
     WRITES,
-    WriteOutcomes,
     read_or_none,
     remove_file,
     state_error,
@@ -47,16 +46,10 @@ _PROBE = bytes(4096)
 
 
 class DiskWatch:
-    """Detects that files in `directory` cannot be written, before a claim needs it. `write` is durable, and raises
-    StateError.
-    """
+    """Detects that files in `directory` cannot be written, before a claim needs it."""
 
-    def __init__(
-        self, directory: Path, write: Callable[[Path, bytes], None], outcomes: WriteOutcomes = WRITES
-    ) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._write = write
-        self._outcomes = outcomes
         self._refusal: str | None = None
 
     def problems(self) -> Sequence[NodeProblem]:
@@ -70,26 +63,26 @@ class DiskWatch:
         After a failed write, write a small file: the problem ends as soon as a write succeeds.
         """
         self._refusal = _refusal(self.directory)
-        failed = self._outcomes.failed_in(self.directory)
+        failed = WRITES.failed_in(self.directory)
         if failed is None:
             return
         where, _ = failed
         if not where.is_dir() and where != self.directory:
-            self._outcomes.forget(where)
+            WRITES.forget(where)
             return
         file = where / ".write-probe"
         with suppress(StateError, OSError):  # the outcome is recorded like that of any other write
-            self._write(file, _PROBE)
+            write_atomically(file, _PROBE)
             file.unlink()
 
     def _fault(self) -> str | None:
-        hangs_s = self._outcomes.hanging_in(self.directory)
+        hangs_s = WRITES.hanging_in(self.directory)
         if hangs_s is not None and hangs_s > _HANGS_AFTER_S:
             return (
                 f"A write in {self.directory} has not returned for {hangs_s:.0f} s, so no claim can be prepared; check "
                 "the disk of this directory (`dmesg`), then drain and reboot the node"
             )
-        failed = self._outcomes.failed_in(self.directory)
+        failed = WRITES.failed_in(self.directory)
         refusal = self._refusal if failed is None else failed[1]
         return None if refusal is None else f"The plugin {refusal}"
 

@@ -630,7 +630,7 @@ def serve_status(stack: ExitStack, path: Path, answer: Any) -> None:
 
     methods = {"/runtime.v1.RuntimeService/Status": unary("Status", status, cri_v1_pb2.StatusRequest)}
     server = serve(path, methods)
-    stack.callback(lambda: server.stop(None).wait())
+    stack.callback(server.stop, 0)
 
 
 def test_the_directory_for_specs(assert_golden: CompareFinding, tmp_path: Path) -> None:

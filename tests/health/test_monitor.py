@@ -12,7 +12,7 @@ import pytest
 
 from dra_driver.errors import NvmlUnavailableError, RetryableError, StateError
 from dra_driver.health.book import HealthBook
-from dra_driver.health.monitor import Monitor
+from dra_driver.health.monitor import Monitor, PollThread
 from dra_driver.health.rules.state import REBOOT_AFTER_S, SETTLE_S, SETTLE_UNSURE_S, UNRESPONSIVE_AFTER_S
 from dra_driver.health.rules.taints import device_taints
 from dra_driver.health.store import HealthStore, KeptHealth, ServicedGpus
@@ -86,13 +86,14 @@ class Bench:
     def problems(self) -> list[tuple[str, str]]:
         return [(problem.code, problem.subject) for problem in self.monitor.problems({})]
 
-    def turn(self, passed: float = 0) -> None:
-        self.now += passed
-        self.monitor.turn()
-        self.monitor.listener.turn(0)
-        for poller in self.monitor.pollers.values():
-            poller.turn()
-        self.monitor.book.write()
+    def turn(self, passed: float = 0, times: int = 1) -> None:
+        for _ in range(times):
+            self.now += passed
+            self.monitor.turn()
+            self.monitor.listener.turn(0)
+            for poller in self.monitor.pollers.values():
+                poller.turn()
+            self.monitor.book.write()
 
     def reasons(self, index: int, *instance: int) -> list[str]:
         state = self.monitor.book.state(HealthTarget(self.uuids[index], *instance))
@@ -133,8 +134,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_well_gpus_cost_nothing(bench):
     file = bench.directory / "health.json"
     written = file.stat().st_mtime_ns
-    for _ in range(20):
-        bench.turn(3)
+    bench.turn(3, times=20)
     assert [bench.condition(index) for index in range(4)] == ["ok"] * 4
     assert (bench.changes, file.stat().st_mtime_ns, bench.tainted()) == (0, written, {})
     assert bench.monitor.book.answered_at(bench.uuids[0]) >= bench.now - 10
@@ -324,20 +324,6 @@ def test_every_poll_that_reads_a_fabric_reports_the_registration(bench):
         }
 
 
-def test_gpus_of_a_confidential_machine_are_held_back_until_they_are_ready(bench):
-    bench.machine.set_system(confidential_compute="on")
-    bench.turn(10)
-    taint = ["confidential-compute=not-ready:NoSchedule"]
-    assert bench.tainted() == dict.fromkeys(("0", "1", "2", "1g.10gb", "3g.40gb"), taint)
-    bench.machine.set_fault("nvmlSystemGetConfComputeGpusReadyState", code="unknown")
-    bench.turn(10)
-    assert bench.tainted()["0"] == taint, "what is not told now is what it was"
-    bench.machine.clear_faults()
-    bench.machine.set_system(confidential_compute="on", confidential_ready=True)
-    bench.turn(10)
-    assert bench.tainted() == {}
-
-
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
     seen: list[tuple[str, list[str]]] = []
     bench.monitor.book.on_shown = lambda: seen.append((bench.condition(0), bench.reasons(0)))
@@ -400,32 +386,26 @@ def test_gpu_that_was_serviced_is_well_after_its_next_poll_and_its_neighbour_is_
     assert bench.tainted() == before
     other_boot = ServicedGpus(bench.directory, "boot-0")
     other_boot.add(bench.uuids[MIG_GPU], int(bench.now))
-    bench.turn(10)
-    bench.turn(10)
+    bench.turn(10, times=2)
     assert bench.tainted() == before
     ServicedGpus(bench.directory, "boot-1").add(bench.uuids[MIG_GPU], int(bench.now))
-    bench.turn(10)
-    bench.turn(10)
+    bench.turn(10, times=2)
     assert bench.tainted() == {"0": ["xid=119:NoSchedule"]}
     bench.machine.raise_xid(MIG_GPU, 119)
-    bench.turn(10)
-    bench.turn(10)
+    bench.turn(10, times=2)
     assert set(bench.tainted()) == set(before), "it came again"
     (bench.directory / "serviced.json").write_text("{")
     bench.turn(10)
     ServicedGpus(bench.directory, "boot-1").add(bench.uuids[0], int(bench.now))
-    bench.turn(10)
-    bench.turn(10)
+    bench.turn(10, times=2)
     assert set(bench.tainted()) == set(before) - {"0"}
 
 
 def test_silence_while_nvml_is_closed_or_the_driver_is_reloaded_does_not_count(bench):
     bench.machine.unload_driver()
-    for _ in range(5):
-        bench.turn(10)
+    bench.turn(10, times=5)
     bench.node.session.release("closed")
-    for _ in range(5):
-        bench.turn(10)
+    bench.turn(10, times=5)
     bench.machine.load_driver()
     bench.node.session.reopen()
     bench.turn(10)
@@ -479,8 +459,7 @@ def test_a_lost_gpu_stays_lost_while_it_is_on_the_bus_also_over_restarts(bench):
     gone = lose_and_hide(bench)
     bench.turn(3600)
     bench.restarted()
-    for _ in range(3):
-        bench.turn(3600)
+    bench.turn(3600, times=3)
     assert (bench.condition(0), gone in kept(bench)) == ("lost", True)
     bench.on_bus.remove(bench.places[gone])
     bench.turn(10)
@@ -524,8 +503,7 @@ def test_a_lost_gpu_whose_place_is_not_known_stays_until_a_reboot(bench, boot, i
         state.pop("pciBusID", None)
     path.write_text(json.dumps(document))
     bench.restarted(boot)
-    for _ in range(3):
-        bench.turn(3600)
+    bench.turn(3600, times=3)
     assert (gone in kept(bench)) is is_kept
 
 
@@ -552,8 +530,7 @@ def test_a_driver_reload_clears_what_it_mends(bench):
     bench.turn()
     assert bench.reasons(0) == ["xid/62"], "a new session is no reload"
     bench.machine.unload_driver()
-    for _ in range(4):
-        bench.turn(10)
+    bench.turn(10, times=4)
     assert (bench.condition(0), bench.condition(1)) == ("unknown", "unknown")
     assert bench.problems() == [("health-unknown", uuid) for uuid in bench.uuids]
     bench.shown = None
@@ -647,8 +624,7 @@ def test_events_that_fail_do_not_stop_the_polls(bench, logs, function):
     bench.machine.set_fault(function, code="unknown")
     bench.monitor.devices_changed()
     bench.machine.set_remapped_rows(0, pending=1)
-    for _ in range(3):
-        bench.turn(10)
+    bench.turn(10, times=3)
     assert "row-remap/pending" in bench.reasons(0)
     assert len([line for line in logs if line["event"] == "gpu_events_failed"]) <= 1
     bench.machine.clear_faults()
@@ -664,15 +640,13 @@ def test_driver_version_that_cannot_be_read_is_not_a_reload_and_leaves_no_event_
     bench.turn()
     bench.machine.set_fault("nvmlSystemGetDriverVersion", code="unknown")
     bench.monitor.devices_changed()
-    for _ in range(4):
-        bench.turn(10)
+    bench.turn(10, times=4)
     assert bench.reasons(0) == ["unmonitored", "xid/62"]
     assert len(bench.source._sets) == 1
     bench.machine.clear_faults()
     bench.machine.set_fault("nvmlSystemGetDriverVersion", code="not-supported")
     bench.machine.set_fault("nvmlDeviceGetFieldValues", code="not-supported")
-    for _ in range(3):
-        bench.turn(10)
+    bench.turn(10, times=3)
     assert bench.reasons(0) == ["xid/62"]
     assert len(bench.source._sets) == 1
 
@@ -681,8 +655,7 @@ def test_a_gpu_whose_health_is_known_again_is_reported(bench):
     bench.turn()
     bench.monitor.book._answers.clear()
     before = bench.changes
-    bench.turn(10)
-    bench.turn(10)
+    bench.turn(10, times=2)
     assert bench.changes == before + 4
 
 
@@ -692,8 +665,7 @@ def test_file_names_the_gpus_whose_health_is_known(bench):
 
     assert known() == sorted(bench.uuids)
     silence(bench.machine, 0)
-    for _ in range(4):
-        bench.turn(10)
+    bench.turn(10, times=4)
     assert known() == sorted(bench.uuids[1:])
     bench.restarted().book.write()
     assert "known" not in json.loads((bench.directory / "health.json").read_text())
@@ -785,7 +757,7 @@ class Threaded:
             book, self.source, lambda: self.gpus, lambda _: True, lambda: self.hanging, lambda *_: None
         )
         self.monitor.start()
-        eventually(lambda: sum(poller.is_registered for poller in self.monitor.pollers.values()) == 2)
+        eventually(lambda: all(poller._set_number for poller in self.monitor.pollers.values()))
         eventually(lambda: all(map(self.monitor.book.is_fresh, self.gpus)))
 
     def hang(self, *gpus: str) -> None:
@@ -824,6 +796,13 @@ def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         assert made.source.closed
         names = {thread.name for thread in threading.enumerate()}
         assert not [name for name in names if name.startswith("health")]
+
+
+def test_poll_that_becomes_due_while_its_thread_starts_is_not_missed(threaded, monkeypatch):
+    start = PollThread.start
+    monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 3600.0)
+    monkeypatch.setattr(PollThread, "start", lambda thread: (start(thread), time.sleep(0.05)))
+    threaded()
 
 
 def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_fresh(threaded):
@@ -878,14 +857,7 @@ def test_gpu_that_comes_back_while_its_old_call_hangs_gets_no_second_call(thread
     made.source.hangs.clear()
     made.source.release.set()
     eventually(lambda: made.monitor.pollers["GPU-a"] is not old)
-    eventually(lambda: made.monitor.pollers["GPU-a"].is_registered)
-
-
-def test_gpu_that_goes_is_not_polled_any_more(threaded):
-    made = threaded()
-    made.gpus = {"GPU-b": None}
-    made.monitor.devices_changed()
-    eventually(lambda: list(made.monitor.pollers) == ["GPU-b"])
+    eventually(lambda: made.monitor.pollers["GPU-a"]._set_number)
 
 
 def test_poll_that_hangs_gives_each_gpu_a_thread_until_it_returns(threaded):

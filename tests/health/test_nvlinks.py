@@ -39,6 +39,13 @@ def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
         bench.node.close()
 
 
+@pytest.fixture
+def bench(make_bench: MakeBench) -> Bench:
+    made = make_bench("dgx-h100")
+    made.turn(10)
+    return made
+
+
 def without(links: NvLinks, *down: int) -> NvLinks:
     return replace(links, up=tuple(link for link in links.up if link not in down))
 
@@ -136,11 +143,7 @@ def test_links_are_kept_over_a_restart_and_error_counts_are_not(tmp_path: Path) 
     )
 
 
-def test_link_that_goes_down_while_the_plugin_is_away_is_noticed_in_the_same_boot_only(
-    make_bench: MakeBench,
-) -> None:
-    bench = make_bench("dgx-h100")
-    bench.turn()
+def test_link_that_goes_down_while_the_plugin_is_away_is_noticed_in_the_same_boot_only(bench: Bench) -> None:
     for gpu in range(8):
         bench.machine.set_gpu(gpu, links_down=[4])
     bench.monitor.stop()
@@ -156,22 +159,16 @@ def test_link_that_goes_down_while_the_plugin_is_away_is_noticed_in_the_same_boo
 # --- the whole way -----------------------------------------------------------------------------------
 
 
-def test_gpu_on_switches_with_a_link_down_gets_a_taint_within_a_minute(make_bench: MakeBench) -> None:
-    bench = make_bench("dgx-h100")
-    bench.turn(10)
+def test_gpu_on_switches_with_a_link_down_gets_a_taint_within_a_minute(bench: Bench) -> None:
     bench.machine.set_gpu(2, links_down=[4])
-    for _ in range(5):
-        bench.turn(10)
+    bench.turn(10, times=5)
     assert bench.tainted() == {"2": ["nvlink=down:NoSchedule"]}
     bench.machine.set_gpu(2, links_down=[])
     bench.turn(10)
     assert bench.tainted() == {}
 
 
-def test_gpu_on_switches_that_never_had_all_links_is_noticed_with_the_second_poll(
-    make_bench: MakeBench,
-) -> None:
-    bench = make_bench("dgx-h100")
+def test_gpu_on_switches_that_never_had_all_links_is_noticed_with_the_second_poll(bench: Bench) -> None:
     bench.machine.set_gpu(0, links_down=[4])
     (bench.directory / "health.json").unlink()
     bench.restarted("boot-1")
@@ -214,9 +211,7 @@ def test_link_that_recovers_again_and_again_is_shown_without_a_taint(
     assert bench.reasons(0) == []
 
 
-def test_rarely_changing_values_are_read_in_each_poll_while_the_gpu_is_bad(make_bench: MakeBench) -> None:
-    bench = make_bench("dgx-h100")
-    bench.turn(10)
+def test_rarely_changing_values_are_read_in_each_poll_while_the_gpu_is_bad(bench: Bench) -> None:
     bench.machine.set_gpu(0, memory_unrepairable=True)
     bench.turn(10)
     assert bench.reasons(0) == []
@@ -227,39 +222,23 @@ def test_rarely_changing_values_are_read_in_each_poll_while_the_gpu_is_bad(make_
     assert bench.reasons(0) == []
 
 
-def test_link_that_nvml_no_longer_knows_is_down(make_bench: MakeBench) -> None:
-    bench = make_bench("dgx-h100")
-    bench.turn(10)
-    bench.machine.set_gpu(0, links_unsupported=[4])
-    bench.turn(EVERY)
-    assert bench.tainted() == {"0": ["nvlink=down:NoSchedule"]}
-
-
-def test_event_has_everything_read_at_once(make_bench: MakeBench) -> None:
-    bench = make_bench("dgx-h100")
-    bench.turn(10)
+def test_event_has_everything_read_at_once(bench: Bench) -> None:
     bench.machine.set_gpu(0, sram_exceeded=True, links_down=[1])
     bench.machine.raise_xid(0, 154)
     bench.turn()
     assert bench.reasons(0) == ["nvlink/down", "sram/threshold-exceeded"]
 
 
-def test_flag_that_was_read_a_while_ago_still_keeps_an_xid(make_bench: MakeBench) -> None:
+def test_flag_that_was_read_a_while_ago_still_keeps_an_xid(bench: Bench) -> None:
     """NVML requests no action, but the memory needs a repair."""
-    bench = make_bench("dgx-h100")
     bench.machine.set_gpu(0, repairs_pending=[1, 0])
     bench.turn(EVERY)
     bench.machine.raise_xid(0, 95)
-    for _ in range(6):
-        bench.turn(10)
+    bench.turn(10, times=6)
     assert bench.reasons(0) == ["repair/channel-pending", "xid/95"]
 
 
-def test_links_that_cannot_be_read_end_nothing_and_are_read_again_with_the_next_poll(
-    make_bench: MakeBench,
-) -> None:
-    bench = make_bench("dgx-h100")
-    bench.turn(10)
+def test_links_that_cannot_be_read_end_nothing_and_are_read_again_with_the_next_poll(bench: Bench) -> None:
     bench.machine.set_gpu(0, links_down=[1])
     bench.turn(EVERY)
     bench.machine.set_fault("nvmlDeviceGetNvLinkState", code="timeout", gpu=0)

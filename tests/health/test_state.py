@@ -68,6 +68,7 @@ OK = PolledHealth(
     pcie_slow=False,
 )
 WELL = PollResult(OK)
+UNREPORTED = PollResult(replace(OK, recovery_action=None))
 NOW = 1_800_000_000
 A_YEAR_S = 365 * 24 * 3600
 S = Severity
@@ -134,9 +135,8 @@ def test_xid_decided_by_the_recovery_action_does_not_taint_if_that_is_reported(n
 def test_xid_that_the_recovery_action_decides_lasts_until_a_reset_where_no_action_is_reported(number):
     state = after(Xid(number, reports_action=False))
     assert state.severity == S.DEGRADED
-    unreported = PollResult(replace(OK, recovery_action=None))
-    assert observe(state, unreported, NOW + A_YEAR_S).severity == S.DEGRADED
-    assert after(Reset(), unreported, state=state).reasons == ()
+    assert observe(state, UNREPORTED, NOW + A_YEAR_S).severity == S.DEGRADED
+    assert after(Reset(), UNREPORTED, state=state).reasons == ()
 
 
 @pytest.mark.parametrize(
@@ -221,30 +221,27 @@ RESETS = sorted(number for number, row in OFFICIAL.items() if row[0] == "RESET_G
 
 @pytest.mark.parametrize("event", [*map(Xid, RESETS), Xid(79), Xid(48), Xid(74), Xid(92), DoubleBitError()])
 def test_event_lasts_until_a_reset_where_the_branch_reports_no_recovery_action(event):
-    unreported = PollResult(replace(OK, recovery_action=None))
-    state = observe(observe(after(event), event, NOW + 100), unreported, NOW + 100)
+    state = observe(observe(after(event), event, NOW + 100), UNREPORTED, NOW + 100)
     for passed in (SETTLE_S, SETTLE_UNSURE_S, A_YEAR_S):
-        assert names(observe(state, unreported, NOW + 100 + passed)) == names(state)
+        assert names(observe(state, UNREPORTED, NOW + 100 + passed)) == names(state)
     unwell = observe(state, PollResult(replace(OK, recovery_action=None, remap_pending=True)), NOW + 200)
     assert "row-remap/pending" in names(unwell)
-    assert after(Reset(), unreported, unreported, state=unwell, now=NOW + 300).reasons == ()
+    assert after(Reset(), UNREPORTED, UNREPORTED, state=unwell, now=NOW + 300).reasons == ()
 
 
 def test_xid_of_a_program_ends_by_time_where_the_branch_reports_no_recovery_action():
-    unreported = PollResult(replace(OK, recovery_action=None))
     fatal = XidPolicy(fatal=frozenset({31}))
     state = observe(observe(GPU, Xid(94), NOW), Xid(31), NOW, fatal)
-    assert names(observe(state, unreported, NOW + SETTLE_UNSURE_S - 1)) == ["xid/31", "xid/94"]
-    assert observe(state, unreported, NOW + SETTLE_UNSURE_S).reasons == ()
+    assert names(observe(state, UNREPORTED, NOW + SETTLE_UNSURE_S - 1)) == ["xid/31", "xid/94"]
+    assert observe(state, UNREPORTED, NOW + SETTLE_UNSURE_S).reasons == ()
 
 
 def test_serviced_ends_what_began_before_and_only_when_the_gpu_is_well():
-    unreported = PollResult(replace(OK, recovery_action=None))
     state = observe(observe(after(Xid(119), DoubleBitError()), Xid(62), NOW + 10), Xid(94), NOW)
     serviced = observe(state, Serviced(NOW + 9), NOW + 20)
     assert names(serviced) == names(state), "it alone proves nothing"
     assert names(after(SILENT, SILENT, state=serviced)) == sorted([*names(state), "unresponsive/no-answer"])
-    assert names(after(unreported, unreported, state=serviced, now=NOW + 20)) == ["xid/62", "xid/94"]
+    assert names(after(UNREPORTED, UNREPORTED, state=serviced, now=NOW + 20)) == ["xid/62", "xid/94"]
     asks = PollResult(replace(OK, recovery_action=1))
     assert {*names(state)} <= {*names(after(asks, state=serviced))}
     lost = after(Unreachable(), Serviced(NOW + 9))

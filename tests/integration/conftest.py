@@ -254,7 +254,10 @@ def received(driver: Driver) -> int:
     """Of how many GPUs the events reach the plugin."""
     monitor = driver.health.monitor
     newest = monitor.source.set_number()
-    return sum(poller.is_registered and poller._set_number == newest for poller in monitor.pollers.values())
+    return sum(
+        poller._registration_problem is None and poller._set_number == newest
+        for poller in monitor.pollers.values()
+    )
 
 
 @pytest.fixture(autouse=True)

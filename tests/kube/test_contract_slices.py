@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
@@ -16,7 +15,6 @@ from dra_driver.kube.client import group_path
 from dra_driver.kube.slices import SliceCache
 from dra_driver.slices.rules.diff import dropped_fields
 from tests.fakes.tables import tabled
-from tests.fakes.waiting import PATIENCE_S
 from tests.kube.support import DRIVER, bump, make_slice
 
 
@@ -153,15 +151,6 @@ def test_watch_expires_when_version_is_ancient(target, slices):
     with pytest.raises(WatchExpiredError) as caught:
         next(reported(slices, version))
     assert caught.value.status == 410
-
-
-def test_watch_ends_promptly_when_closed(target, slices):
-    stream = slices.open_watch(slices.list()[1])
-    thread = threading.Thread(target=lambda: [*stream])
-    thread.start()
-    stream.close()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive(), "a watch goes on for minutes"
 
 
 def test_taint_gets_time_when_sent_without(target, slices):

@@ -212,7 +212,7 @@ def test_answer_that_drips_over_tls_ends_with_the_time_that_it_may_take(pod, tls
     client = client_of()
     tls_server.faults.drip("/nodes", 0.1)
     with pytest.raises(ApiUnavailableError, match="did not answer in time"):
-        client.request("GET", NODES, action="list nodes", timeout_s=1.0)
+        client.request("GET", NODES, action="list nodes", timeout_s=0.4)
     tls_server.faults.clear()
     assert list_nodes(client) == []
 
@@ -440,19 +440,19 @@ def test_exec_plugin_that_hangs_takes_neither_the_time_of_a_request_nor_longer_t
         client = client_of({"server": server.url}, plugin.user)
         server.tokens = ()
         plugin.does("sleep 1000 & echo $! >child; wait")
-        monkeypatch.setattr("dra_driver.kube.endpoint.PLUGIN_S", 3)
+        monkeypatch.setattr("dra_driver.kube.endpoint.PLUGIN_S", 2)
         started = time.monotonic()
         for _ in range(2):
             with pytest.raises(
                 ApiUnavailableError,
                 match=r"^cannot list nodes: kubeconfig .*: its credential plugin has not finished; run the",
             ) as caught:
-                client.request("GET", NODES, action="list nodes", timeout_s=0.5)
+                client.request("GET", NODES, action="list nodes", timeout_s=0.2)
             assert caught.value.timed_out
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 2
         assert plugin.runs == 2
         with pytest.raises(
-            InvalidConfigError, match="its credential plugin failed: exec: it did not finish within 3 s"
+            InvalidConfigError, match="its credential plugin failed: exec: it did not finish within 2 s"
         ):
             client.endpoint.renew(client.endpoint.access(), 30)
         child = int((plugin.directory / "child").read_text())

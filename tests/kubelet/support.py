@@ -4,7 +4,6 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import grpc
 from playground.kubelet import KubeletSettings, PlaygroundKubelet
 
-from dra_driver.kubelet.grpc_server import unix_target
+from dra_driver.kubelet.grpc_server import GrpcServer, Methods, unary, unix_target
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import ClaimRef, Prepared, PreparedDevice
@@ -175,35 +174,26 @@ class OtherDriver:
             self.requested += 1
             return info
 
-        methods = {
-            REGISTRATION + "GetInfo": grpc.unary_unary_rpc_method_handler(
-                answer, registration_pb2.InfoRequest.FromString, registration_pb2.PluginInfo.SerializeToString
-            )
-        }
-        prepare = grpc.unary_unary_rpc_method_handler(
+        get_info = unary("GetInfo", answer, registration_pb2.InfoRequest)
+        prepare = unary(
+            "NodePrepareResources",
             lambda _request, _context: dra_v1_pb2.NodePrepareResourcesResponse(),
-            dra_v1_pb2.NodePrepareResourcesRequest.FromString,
-            dra_v1_pb2.NodePrepareResourcesResponse.SerializeToString,
+            dra_v1_pb2.NodePrepareResourcesRequest,
         )
-        self._servers = [serve(endpoint, {V1 + "NodePrepareResources": prepare}), serve(registrar, methods)]
+        self._servers = [
+            serve(endpoint, {V1 + "NodePrepareResources": prepare}),
+            serve(registrar, {REGISTRATION + "GetInfo": get_info}),
+        ]
 
     def stop(self) -> None:
         for each in self._servers:
-            each.stop(0).wait()
+            each.stop(0)
 
 
-class _Methods(grpc.GenericRpcHandler):
-    def __init__(self, methods) -> None:
-        self._methods = methods
-
-    def service(self, details):
-        return self._methods.get(details.method)
-
-
-def serve(path: Path, methods) -> grpc.Server:
+def serve(path: Path, methods: Methods) -> GrpcServer:
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = grpc.server(ThreadPoolExecutor(2), [_Methods(methods)])
-    made.add_insecure_port(unix_target(path))
+    made = GrpcServer("other", methods, calls=8, request_bytes=1 << 20)
+    made.bind(unix_target(path))
     made.start()
     return made
 

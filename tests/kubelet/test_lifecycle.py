@@ -87,7 +87,9 @@ def test_plain_file_in_the_way_is_refused_and_kept_and_the_rest_torn_down(node, 
 
 def test_missing_registry_directory_is_named(node):
     node.registry.rmdir()
-    with pytest.raises(InvalidConfigError, match=f"{node.registry} does not exist"):
+    with pytest.raises(
+        InvalidConfigError, match=f"{node.registry} does not exist.*--kubelet-registrar-directory-path"
+    ):
         node.plugin()
     assert node.files() == []
 
@@ -98,19 +100,6 @@ def test_second_instance_on_the_same_paths_is_refused_and_the_first_serves_on(no
         node.plugin()
     assert prepare(first.sockets.dra, claim()).claims
     assert get_info(first.sockets.registrar).name == DRIVER
-
-
-@pytest.mark.parametrize("length", [106, 107])
-def test_longest_paths_are_served(short_dir, length):
-    path = short_dir / ("s" * (length - len(str(short_dir)) - 1 - 5) + ".sock")
-    assert len(str(path)) == length
-    server = SocketServer({"test": path}, {})
-    server.start()
-    with channel(path) as opened, pytest.raises(grpc.RpcError) as caught:
-        opened.unary_unary("/a.B/C")(b"", timeout=PATIENCE_S)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    server.stop(0)
-    assert not path.exists()
 
 
 @pytest.mark.parametrize("name", ["d" * 120, "a%20b c?#é"], ids=["just enough room", "odd characters"])
@@ -162,7 +151,8 @@ def _refused(path):
     return False
 
 
-def test_stop_is_bounded_when_a_call_hangs(node):
+def test_stop_is_bounded_when_a_call_hangs(node, monkeypatch):
+    monkeypatch.setattr("dra_driver.kubelet.grpc_server._AFTER_GRACE_S", 0.05)
     claims = FakeClaims()
     gate = claims.on_prepare = Gate()
     plugin = node.plugin(claims)

@@ -66,7 +66,7 @@ def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
     request = health_pb2.HealthCheckRequest(service="readiness")
 
     def check():
-        address = f"127.0.0.1:{plugin.health_port}"
+        address = f"127.0.0.1:{plugin._health.port}"
         return call_method(address, "/grpc.health.v1.Health/Check", request, health_pb2.HealthCheckResponse)
 
     with ThreadPoolExecutor(2) as pool:
@@ -84,7 +84,7 @@ def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
 def test_the_health_port_takes_no_more_bytes_than_a_name_has(node, quiet_logs):
     """Any pod on the network could send them, and they would be kept in memory and in the log."""
     plugin = node.plugin(settings={"health_address": "127.0.0.1:0"})
-    address, method = f"127.0.0.1:{plugin.health_port}", "/grpc.health.v1.Health/Check"
+    address, method = f"127.0.0.1:{plugin._health.port}", "/grpc.health.v1.Health/Check"
 
     def code(service):
         request = health_pb2.HealthCheckRequest(service=service)

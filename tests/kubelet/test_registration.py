@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -75,6 +75,12 @@ def watch(node: Node) -> SocketWatch:
     return SocketWatch(DRIVER, node.registry, node.plugins / DRIVER)
 
 
+def look(node: Node) -> Sequence[NodeProblem]:
+    seen = watch(node)
+    seen.look()
+    return seen.problems()
+
+
 def foreign(path: Path) -> NodeProblem:
     return NodeProblem(
         "foreign-driver",
@@ -95,24 +101,18 @@ def test_driver_with_our_name_is_a_problem_of_the_plugin(node: Node, other) -> N
 
 def test_driver_with_our_name_in_another_directory_is_a_problem(node: Node, other) -> None:
     other("dra-0123456789-reg.sock", node.root / "elsewhere/dra.sock")
-    seen = watch(node)
-    seen.look()
-    assert seen.problems() == [foreign(node.registry / "dra-0123456789-reg.sock")]
+    assert look(node) == [foreign(node.registry / "dra-0123456789-reg.sock")]
 
 
 def test_second_installation_of_this_plugin_with_its_own_state_is_a_problem(node: Node) -> None:
     node.plugin(settings={"plugins_dir": node.root / "elsewhere"})
-    seen = watch(node)
-    seen.look()
-    assert seen.problems() == [foreign(node.registry / f"{DRIVER}-reg.sock")]
+    assert look(node) == [foreign(node.registry / f"{DRIVER}-reg.sock")]
 
 
 def test_driver_that_lost_its_registration_socket_is_found_by_its_endpoint(node: Node, other) -> None:
     other()
     (node.registry / f"{DRIVER}-reg.sock").unlink()
-    seen = watch(node)
-    seen.look()
-    assert seen.problems() == [foreign(node.plugins / DRIVER / "dra.sock")]
+    assert look(node) == [foreign(node.plugins / DRIVER / "dra.sock")]
 
 
 def test_rolling_update_of_this_plugin_is_not_a_problem(node: Node) -> None:
@@ -120,13 +120,14 @@ def test_rolling_update_of_this_plugin_is_not_a_problem(node: Node) -> None:
     notify(old.sockets.registrar, True)
     notify(new.sockets.registrar, True)
     new.sockets.registrar.unlink()  # its endpoint alone proves whose it is
-    seen = watch(node)
-    seen.look()
-    assert seen.problems() == []
+    assert look(node) == []
     assert old.problems() == []
 
 
-def test_drivers_with_other_names_and_dead_sockets_are_not_a_problem(node: Node, other, mute) -> None:
+def test_drivers_with_other_names_and_dead_sockets_are_not_a_problem(
+    node: Node, other, mute, monkeypatch
+) -> None:
+    monkeypatch.setattr("dra_driver.kubelet.registration._QUERY_S", 0.2)
     other("gpu.other.example-reg.sock", node.root / "o/dra.sock", name="gpu.other.example")
     mute(node.registry / "csi.example-reg.sock")
     (node.plugins / DRIVER).mkdir(parents=True)

@@ -6,20 +6,14 @@ import re
 import threading
 from collections import Counter
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.claim_status_client import ClaimStatusClient
-from dra_driver.kube.client import ApiClient
-from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.events import EventWriter
 from dra_driver.model.claim import ClaimRef, DeviceStatus
 from dra_driver.model.problems import EventObject, EventReason, node_object
 from dra_driver.reporting.event_recorder import (
@@ -30,7 +24,6 @@ from dra_driver.reporting.event_recorder import (
     ReportLimits,
 )
 from tests.fakes.waiting import PATIENCE_S, eventually
-from tests.kube.support import DRIVER, allocated_claim
 
 _REF = ClaimRef("ns", "claim", "uid")
 _PODS = tuple(EventObject("Pod", f"pod-{n}", f"uid-{n}", "ns") for n in range(2))
@@ -56,15 +49,13 @@ class Server:
         self.tries = 0
         self.reported = threading.Condition()
 
-    def pods_of(self, ref, *, timeout_s=None):
-        assert timeout_s is not None
+    def pods_of(self, ref):
         self._serve()
         if self.refuses_pods:
             raise ApiRejectedError("get claim: forbidden", status=403)
         return _PODS
 
-    def write(self, about, *rest, timeout_s=None, **how):
-        assert timeout_s is not None
+    def write(self, about, *rest, **how):
         self.firsts.append(how.get("is_first"))
         self._serve()
         with self.reported:
@@ -94,14 +85,13 @@ def server():
 
 
 @contextmanager
-def speaking(server, limits=_FAST, claims=None):
-    recorder = EventRecorder("node-a", server, claims or server, limits=limits)
+def speaking(server, limits=_FAST):
+    recorder = EventRecorder("node-a", server, server, limits=limits)
     recorder.start()
     try:
         yield recorder
     finally:
-        if isinstance(server, Server):
-            server.open.set()
+        server.open.set()
         recorder.stop()
 
 
@@ -246,33 +236,6 @@ def test_a_recorder_that_was_never_started_stops(server):
     assert recorder.dropped == 1
 
 
-def test_over_a_real_connection_that_goes_and_comes(tmp_path):
-    with PlaygroundApiServer() as api_server:
-        kubeconfig = tmp_path / "kubeconfig"
-        api_server.write_kubeconfig(kubeconfig)
-        client = ApiClient(load_endpoint(kubeconfig), timeout_s=5)
-        api = client
-        metadata = allocated_claim(api, "default", [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}])[
-            "metadata"
-        ]
-        ref = ClaimRef("default", metadata["name"], metadata["uid"])
-        moment = datetime(2026, 8, 7, 12, tzinfo=UTC)
-        events = EventWriter(client, DRIVER, "node-a", now=lambda: moment)
-        claims = ClaimStatusClient(api, DRIVER, "node-a", now=lambda: moment)
-        api_server.stop()
-        with speaking(events, claims=claims) as recorder:
-            for _ in range(5):
-                recorder.claim_event(ref, "PrepareFailed", "why", warning=True)
-            recorder.claim_status(ref, [_READY], lambda: None)
-            api_server.start()
-            eventually(lambda: recorder.written == 4)
-        client.close()
-        found = api_server.objects("events", group="")
-        assert sorted(event["involvedObject"]["name"] for event in found) == [ref.name, "pod-1", "pod-2"]
-        (claim,) = api_server.objects("resourceclaims")
-        assert [entry["device"] for entry in claim["status"]["devices"]] == ["gpu-0"]
-
-
 def claim_state(ref, *devices):
     return ClaimState(ref, devices, lambda: None)
 
@@ -299,14 +262,6 @@ def test_the_pace_is_a_burst_and_then_one_a_second():
     assert len(taken(queue, 3.0)) == 3
     assert len(taken(queue, 3600.0)) == 12
     assert queue.ready_at(3600.0) is None
-
-
-def test_states_do_not_wait_for_events():
-    queue = EventQueue(ReportLimits(events_at_once=1, settle_s=0))
-    queue.put(event(1), 0.0)
-    queue.put(event(2), 0.0)
-    queue.put(claim_state(_REF, _READY), 0.0)
-    assert [type(queued.report) for queued in taken(queue, 0.0)] == [ObjectEvent, ClaimState]
 
 
 def test_a_state_lets_calls_that_came_together_be_answered_first():

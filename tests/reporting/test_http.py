@@ -5,6 +5,7 @@ import http.client
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import structlog
 
 from dra_driver.errors import FatalError, InvalidConfigError
 from dra_driver.model.ids import split_address
-from dra_driver.reporting.http import HttpEndpoint, Response, problems_page
+from dra_driver.reporting.http import HttpEndpoint, Page, Response, problems_page
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import PATIENCE_S, eventually
 
@@ -26,6 +27,16 @@ def problems() -> list[str]:
     return []
 
 
+@contextmanager
+def serving(pages: dict[str, Page], address: str = "127.0.0.1:0") -> Iterator[HttpEndpoint]:
+    made = HttpEndpoint(address, pages)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
 @pytest.fixture(scope="module")
 def endpoint(problems: list[str]) -> Iterator[HttpEndpoint]:
     pages = {
@@ -33,10 +44,8 @@ def endpoint(problems: list[str]) -> Iterator[HttpEndpoint]:
         "/metrics": lambda: Response(200, "text/x", b"a 1\n"),
         "/broken": broken,
     }
-    made = HttpEndpoint("127.0.0.1:0", pages)
-    made.start()
-    yield made
-    made.stop()
+    with serving(pages) as made:
+        yield made
 
 
 def get(
@@ -92,14 +101,12 @@ def test_client_that_does_not_read_is_cut_off_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dra_driver.reporting.http._Handler.timeout", 0.1)
-    one = HttpEndpoint("127.0.0.1:0", {"/big": lambda: Response(200, "text/x", b"x" * (64 << 20))})
-    one.start()
-    before = threading.active_count()
-    with socket.create_connection(("127.0.0.1", one.port), timeout=PATIENCE_S) as client:
-        client.sendall(b"GET /big HTTP/1.0\r\n\r\n")
-        assert client.recv(1) == b"H"
-        eventually(lambda: threading.active_count() <= before)
-    one.stop()
+    with serving({"/big": lambda: Response(200, "text/x", b"x" * (64 << 20))}) as one:
+        before = threading.active_count()
+        with socket.create_connection(("127.0.0.1", one.port), timeout=PATIENCE_S) as client:
+            client.sendall(b"GET /big HTTP/1.0\r\n\r\n")
+            assert client.recv(1) == b"H"
+            eventually(lambda: threading.active_count() <= before)
     assert capfd.readouterr().err == ""
 
 
@@ -129,27 +136,22 @@ def test_page_that_hangs_takes_a_bounded_number_of_threads_and_blocks_no_other_p
         assert let.wait(PATIENCE_S)
         return Response(200, "text/x", b"late\n")
 
-    one = HttpEndpoint("127.0.0.1:0", {"/slow": slow, "/fast": lambda: Response(200, "text/x", b"now\n")})
-    one.start()
-    before = threading.active_count()
-    callers = []
-    try:
+    pages = {"/slow": slow, "/fast": lambda: Response(200, "text/x", b"now\n")}
+    with serving(pages) as one, ExitStack() as callers:
+        callers.callback(let.set)
+        before = threading.active_count()
         for _ in range(8):
-            callers.append(socket.create_connection(("127.0.0.1", one.port), timeout=PATIENCE_S))
-            callers[-1].sendall(b"GET /slow HTTP/1.0\r\n\r\n")
+            caller = socket.create_connection(("127.0.0.1", one.port), timeout=PATIENCE_S)
+            callers.enter_context(caller).sendall(b"GET /slow HTTP/1.0\r\n\r\n")
             assert begun.acquire(timeout=PATIENCE_S)
         answers = [get(one, "/slow") for _ in range(12)]
         busy = (503, "text/plain; charset=utf-8", b"too many requests for this page are still in progress\n")
         assert answers == [busy] * 12
         assert get(one, "/fast")[0] == 200
         assert threading.active_count() - before <= 8 + 4
-    finally:
         let.set()
-    eventually(lambda: threading.active_count() <= before)
-    assert get(one, "/slow")[0] == 200
-    one.stop()
-    for caller in callers:
-        caller.close()
+        eventually(lambda: threading.active_count() <= before)
+        assert get(one, "/slow")[0] == 200
 
 
 def test_start_does_not_wait_for_dns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,20 +159,15 @@ def test_start_does_not_wait_for_dns(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("DNS was asked")
 
     monkeypatch.setattr(socket, "getfqdn", requested)
-    one = HttpEndpoint("127.0.0.1:0", {})
-    assert one.port
-    one.stop()
+    with serving({}) as one:
+        assert one.port
 
 
 @tabled("address", "hosts")
 def test_kubelet_is_answered_over_the_family_of_the_pods_address(address: str, hosts: list[str]) -> None:
     """On a cluster with IPv6 only, a probe of an endpoint that listens on IPv4 fails for ever."""
-    one = HttpEndpoint(address, {"/": lambda: Response(200, "text/x", b"ok\n")})
-    one.start()
-    try:
+    with serving({"/": lambda: Response(200, "text/x", b"ok\n")}, address) as one:
         assert [get(one, "/", host=host)[2] for host in hosts] == [b"ok\n"] * len(hosts)
-    finally:
-        one.stop()
 
 
 @pytest.mark.parametrize("call", ["__init__", "bind"])
@@ -194,14 +191,10 @@ def test_all_addresses_are_those_of_ipv4_where_the_kernel_has_no_ipv6(
             super().bind(address)
 
     monkeypatch.setattr(socket, "socket", Kernel)
-    one = HttpEndpoint(":0", {"/": lambda: Response(200, "text/x", b"ok\n")})
-    one.start()
-    try:
+    with serving({"/": lambda: Response(200, "text/x", b"ok\n")}, ":0") as one:
         assert get(one, "/")[2] == b"ok\n"
         with pytest.raises(FatalError, match=r"cannot serve HTTP on \[::1\]:0: no IPv6 here"):
             HttpEndpoint("[::1]:0", {})
-    finally:
-        one.stop()
 
 
 def test_port_that_is_taken_is_fatal(endpoint: HttpEndpoint) -> None:
@@ -224,7 +217,6 @@ def test_address_is_refused_with_the_form(text: str) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", ":0"])
 def test_a_server_at_rest_ends_when_it_is_stopped(address: str) -> None:
-    endpoint = HttpEndpoint(address, {})
-    endpoint.start()
-    endpoint.stop()
-    assert not endpoint._thread.is_alive()
+    with serving({}, address) as one:
+        pass
+    assert not one._thread.is_alive()

@@ -303,7 +303,7 @@ def test_file_that_cannot_be_read_is_an_error(bench: Bench) -> None:
 @pytest.fixture
 def watch(tmp_path: Path) -> DiskWatch:
     (tmp_path / "claims").mkdir()
-    return DiskWatch(tmp_path, write_atomically)
+    return DiskWatch(tmp_path)
 
 
 def looked(watch: DiskWatch) -> Sequence[NodeProblem]:
@@ -397,9 +397,8 @@ def test_disk_on_which_an_operation_before_or_after_a_write_fails_is_a_problem(
 
 
 def test_lock_file_that_opens_does_not_end_the_problem_of_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = DiskWatch(tmp_path, write_atomically)
     FullDisk(monkeypatch)
     refused(tmp_path / "a")
     lock(tmp_path)
@@ -407,9 +406,9 @@ def test_lock_file_that_opens_does_not_end_the_problem_of_a_full_disk(
 
 
 def test_write_of_the_plugin_ends_the_problem_without_a_probe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch, disk = DiskWatch(tmp_path, write_atomically), FullDisk(monkeypatch)
+    disk = FullDisk(monkeypatch)
     refused(tmp_path / "a")
     disk.number = None
     write_atomically(tmp_path / "a", b"x")

@@ -20,7 +20,7 @@ from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.rules.claim_usage import unclaimed
 from dra_driver.reporting.usage import Usage
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, hold, record, uuid
-from tests.fakes.scrapes import by_label, scraped
+from tests.fakes.scrapes import by_label
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import PATIENCE_S, eventually
 
@@ -75,12 +75,6 @@ class Node:
 
     def values(self, name: str) -> dict[str, float]:
         return {key[0]: value for key, value in by_label(self.metrics(), name, "device").items()}
-
-
-def test_nothing_is_read_unless_someone_asks() -> None:
-    node = Node(record(hold(GPU_0)))
-    node.metrics()
-    assert node.requested == []
 
 
 def test_gpus_that_answer_soon_are_read_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,15 +207,6 @@ def test_gpu_that_hangs_is_left_out_and_not_read_again_until_it_ends() -> None:
     end.set()
     eventually(lambda: not asking())
     assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_0: 0.7, GPU_1: 0}
-
-
-def test_gpu_that_fails_is_left_out() -> None:
-    node = Node(record(hold(GPU_0), hold(GPU_1)))
-    assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_0: 0.7, GPU_1: 0}
-    node.fail.add(uuid(0))
-    assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_1: 0}
-    errors = {key: value for key, value in scraped(node.metrics()).items() if "scrape_errors" in key[0]}
-    assert set(errors.values()) == {0}
 
 
 def test_memory_that_no_one_claims_is_counted_on_every_gpu() -> None:
@@ -360,14 +345,6 @@ def test_of_many_pods_those_with_processes_and_sixteen_others_are_counted() -> N
     assert found[A.name,] == 0.4
 
 
-def test_pods_of_processes_that_cannot_be_read_have_no_use() -> None:
-    node = shared_node()
-    node.uses[uuid(0)] = GpuUse(BUSY, {}, None)
-    assert pod_values(node, "processes") == {}
-    node.fail.add(uuid(0))
-    assert pod_values(node, "processes") == {}
-
-
 def test_pods_of_one_claim_are_distinguished_and_one_with_two_claims_has_no_claim_name() -> None:
     node = shared_node(GpuProcess(10, "a", 1, None, 40), GpuProcess(20, "b", 1, None, 50))
     node.records["a"] = of_pods("a", A, B)
@@ -383,12 +360,3 @@ def test_pods_on_mig_devices_have_the_memory_of_their_own_instance() -> None:
     node.uses[uuid(2)] = GpuUse(IDLE, {}, (GpuProcess(10, "a", 5, 7), GpuProcess(11, "b", 6, 8)))
     assert pod_values(node, "memory_used_bytes", "device") == {(MIG_1G,): 5, (MIG_3G,): 0}
     assert pod_values(node, "utilization_ratio") == {}
-
-
-def test_claim_that_only_observes_or_is_not_prepared_has_no_pods_use() -> None:
-    node = shared_node(GpuProcess(10, "a", 1, None, 40))
-    node.records = {
-        "a": of_pods("a", A, devices=(replace(hold(GPU_0), admin_access=True),)),
-        "b": replace(of_pods("b", B), phase="preparing"),
-    }
-    assert pod_values(node, "processes") == {}

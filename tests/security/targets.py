@@ -136,20 +136,20 @@ def kubelet_message(content: bytes, _directory: Path) -> object:
     for message in (dra_v1_pb2.NodePrepareResourcesRequest, dra_v1_pb2.NodeUnprepareResourcesRequest):
         with suppress(DecodeError):
             request = message.FromString(content)
-            checked = check_claims(
+            refs, refused = check_claims(
                 ClaimRef(claim.namespace, claim.name, claim.uid) for claim in request.claims
             )
-            accepted += checked.accepted
-            for ref in checked.accepted:
+            accepted += refs
+            for ref in refs:
                 for name in (ref.namespace, ref.name, ref.uid):
                     _check_below(_BASE / name, "an accepted claim reference")
-            for uid, fault in checked.refused.items():
+            for uid, fault in refused.items():
                 require(
                     fault and "\n" not in fault and len(fault) <= 1024,
                     f"the refusal of {uid[:50]!r} is no short line",
                 )
             require(
-                checked.refused.keys().isdisjoint(ref.uid for ref in checked.accepted),
+                refused.keys().isdisjoint(ref.uid for ref in refs),
                 "a claim is accepted and refused",
             )
     with suppress(DecodeError):

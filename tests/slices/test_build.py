@@ -1,10 +1,7 @@
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dra_driver.mig.rules.counters import partitioned as beside
 from dra_driver.model.gpu import Fabric, Gpu
@@ -38,14 +35,6 @@ def test_devices_are_chunked_at_64(count: int, sizes: list[int]) -> None:
         f"gpu-{number:08x}" for number in range(count)
     ]
     assert pool.faults == ()
-
-
-def test_device_is_left_out_and_reported_when_it_breaks_a_limit() -> None:
-    parts = [mig(1, replace(PROFILE, name=f"1g.{'9' * 50}gb"), 0, 1, 7), mig(1, PROFILE, 1, 1, 8)]
-    pool = build_pool(inventory(h100(0), partitioned(1, *parts)), NODE)
-    refused = f"{GPU_1}-mig-1g{'9' * 50}gb-19-0"
-    assert names(pool) == [[GPU_0, f"{GPU_1}-mig-1g10gb-19-1"]]
-    assert pool.faults == (f"device {refused!r}: the name is not a DNS label",)
 
 
 @pytest.mark.parametrize("mode", ["shares", "memory", "unlimited"])
@@ -260,17 +249,6 @@ def test_devices_go_with_a_counter_set_that_is_refused() -> None:
     assert all(name.startswith(GPU_1) for name in names(pool)[1])
 
 
-@pytest.mark.parametrize("rule", [SharingRule("shares", 10), SharingRule("memory"), SharingRule("unlimited")])
-def test_shared_devices_that_are_counted_stay_within_the_limits(rule: SharingRule) -> None:
-    everything = {"memory_bytes": 81559 << 20, "multiprocessors": 132, "fabric": Fabric("0" * 36, (1,))}
-    pool = build_pool(inventory(cut(0, **everything), **{uuid(0): "nvlink-0"}), NODE, share_all(rule))
-    assert pool.faults == ()
-    devices = pool.slices[1].devices
-    assert len(devices) == 26
-    assert all(device["allowMultipleAllocations"] and device["consumesCounters"] for device in devices)
-    assert max(len(device["attributes"]) + len(device["capacity"]) for device in devices) <= 32
-
-
 def test_no_device_of_another_gpu_moves_when_instances_are_withheld() -> None:
     gpus = [cut(number) for number in range(8)]
     before = build_pool(inventory(*gpus), NODE)
@@ -278,12 +256,3 @@ def test_no_device_of_another_gpu_moves_when_instances_are_withheld() -> None:
     after = build_pool(inventory(*gpus), NODE)
     same = [one == other for one, other in zip(before.slices, after.slices, strict=True)]
     assert same == [False, True, False, True, True]
-
-
-@given(st.permutations(range(6)))
-def test_same_hardware_gives_the_same_bytes(order: list[int]) -> None:
-    gpus = sorted((h100(number) for number in order), key=lambda gpu: gpu.pci_bus_id or "")
-    domains = {uuid(number): "nvlink-00000000" for number in order}
-    pool = build_pool(Inventory(VERSIONS, tuple(gpus), domains), NODE)
-    reference = build_pool(inventory(*map(h100, range(6)), **dict(sorted(domains.items()))), NODE)
-    assert json.dumps(pool.slices[0].devices) == json.dumps(reference.slices[0].devices)

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playground.apiserver import PlaygroundApiServer
 
-from dra_driver.kube.slices import SliceCache
 from dra_driver.model.units import same_quantity
 from dra_driver.slices.rules.build import Pool, SliceContent
 from dra_driver.slices.rules.diff import (
@@ -23,7 +21,6 @@ from dra_driver.slices.rules.diff import (
     slice_changes,
 )
 from tests.fakes.tables import data_of, tabled
-from tests.kube.support import DRIVER, make_slice
 
 JsonObject = dict[str, Any]
 OWNER = Owner("gpu.nvidia.com", "node-a", "node-uid")
@@ -95,12 +92,6 @@ def counts(changes: SliceChanges) -> tuple[int, int, int]:
 def test_first_publish_creates_every_slice_with_generation_1(server: Server) -> None:
     changes = slice_changes(pool([device("a")], [device("b")]), [], OWNER)
     assert changes == SliceChanges(creates=tuple(data_of(__file__)["first publish"]))
-
-
-def test_nothing_is_written_when_nothing_differs(server: Server) -> None:
-    wanted = pool([device("a")], [device("b")])
-    server.publish(wanted)
-    assert not server.publish(wanted)
 
 
 def test_empty_pool_is_one_slice_without_devices(server: Server) -> None:
@@ -378,15 +369,3 @@ def test_other_time_of_a_taint_is_a_loss():
 @tabled("left", "right", "same")
 def test_quantities_are_compared_by_value(left, right, same):
     assert same_quantity(left, right) is same
-
-
-def test_loss_is_seen_when_server_has_the_gate_off(connect):
-    gates = {"DRADeviceTaints": False, "DRAConsumableCapacity": False}
-    with PlaygroundApiServer(gates=gates) as server:
-        slices = SliceCache(connect(server), DRIVER, "n")
-        sent = make_slice("n")
-        sent["spec"]["devices"][0] |= {"taints": [_TAINT], "allowMultipleAllocations": True}
-        assert dropped_fields(sent, slices.create(sent)) == (
-            ("spec.devices[0].allowMultipleAllocations", "DRAConsumableCapacity"),
-            ("spec.devices[0].taints", "DRADeviceTaints"),
-        )

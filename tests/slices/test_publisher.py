@@ -90,9 +90,17 @@ class Bench:
             raise self.lacks
         return self.lacks
 
-    def start(self) -> Bench:
+    def start(self) -> None:
         self.publisher.start()
-        return self
+
+    def publish(self) -> None:
+        self.start()
+        assert self.publisher.wait_published(20)
+
+    def change(self, *gpus: Any) -> None:
+        """Discovery finds these GPUs now."""
+        self.inventory = inventory(*gpus)
+        self.publisher.mark_dirty()
 
     def published(self) -> list[str]:
         return [
@@ -117,8 +125,7 @@ def bench() -> Iterator[Bench]:
 
 @pytest.fixture
 def running(bench: Bench) -> Bench:
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     return bench
 
 
@@ -130,14 +137,6 @@ def test_pool_is_published_once(running: Bench) -> None:
     assert running.slices.writes == [("create", "00000-gpu.nvidia.com-node-a-")]
     assert running.publisher.problem is None
     assert settled(running) == 1
-
-
-def test_restart_writes_nothing(running: Bench) -> None:
-    running.publisher.stop()
-    following = Bench(running.slices).start()
-    assert following.publisher.wait_published(20)
-    assert settled(following) == 1
-    following.publisher.stop()
 
 
 def test_nothing_is_written_when_nothing_is_known(bench: Bench) -> None:
@@ -192,8 +191,7 @@ def test_owner_is_read_again_when_the_slices_went_with_their_node(running: Bench
 
 
 def test_owner_is_read_once_while_all_is_well(running: Bench) -> None:
-    running.inventory = inventory(h100(0))
-    running.publisher.mark_dirty()
+    running.change(h100(0))
     eventually(lambda: running.published() == [GPU_0])
     assert running.owner_reads == 1
 
@@ -206,8 +204,7 @@ def without_capacity(obj: dict) -> dict:
 
 def test_dropped_fields_are_reported_once_and_not_sent_again(bench: Bench, logs: list) -> None:
     bench.slices.store = without_capacity
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     assert settled(bench) == 1
     assert [line["fields"] for line in logs if line["event"] == "slice_fields_dropped"] == [
         [f"spec.devices[{index}].capacity (unknown)" for index in range(4)]
@@ -223,8 +220,7 @@ def test_dropped_fields_are_reported_once_and_not_sent_again(bench: Bench, logs:
 
 def test_names_of_slices_that_are_gone_are_forgotten(bench: Bench) -> None:
     bench.slices.store = without_capacity
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     for _ in range(3):
         bench.slices.wipe()
         eventually(lambda: bench.published() == NAMES)
@@ -245,8 +241,7 @@ def test_device_that_breaks_a_limit_is_a_problem_while_it_exists(bench: Bench) -
         return create(entry)
 
     bench.slices.create = created
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     assert has_pool == [False], "only the answer to the first write shows whether the server alters it"
     assert bench.published() == [GPU_0]
     [(code, text)] = problems(bench)
@@ -262,8 +257,7 @@ def test_unsupported_partitions_and_an_old_scheduler_are_problems_while_they_las
     support.sharing = share_all(SharingRule("shares", 4))
     support.concern = "the scheduler is old; upgrade it"
     bench.inventory, bench.lacks = inventory(cut(0)), Support(no_partitions="gate off; enable it")
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     text = "MIG devices on demand and GPUs for virtual machines are not published: gate off; enable it"
     assert problems(bench) == [("partitions-not-supported", text)]
     support._is_asked, bench.lacks = False, Support()
@@ -278,8 +272,7 @@ def test_unsupported_partitions_and_an_old_scheduler_are_problems_while_they_las
 def test_bounded_shares_are_reported_once(bench: Bench, logs: list[dict[str, Any]]) -> None:
     bench.inventory = inventory(h100(0))
     bench.publisher.sharing = share_all(SharingRule("shares", 60, enforce="mps"))
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     for _ in range(3):
         settled(bench)
     reported = [line["reason"] for line in logs if line["event"] == "device_limited"]
@@ -300,8 +293,7 @@ def test_bounded_shares_are_reported_once(bench: Bench, logs: list[dict[str, Any
 def test_publishing_continues_after_an_error(bench: Bench, error: Exception) -> None:
     waits = bench.publisher._worker._stopping = Waits()
     bench.slices.failures = [error] * 3
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     assert (bench.published(), bench.publisher.problem) == (NAMES, None)
     for requested, expected in zip(waits.requested[:3], (0.1, 0.2, 0.4), strict=True):
         assert expected * 0.8 <= requested <= expected * 1.2
@@ -310,16 +302,14 @@ def test_publishing_continues_after_an_error(bench: Bench, error: Exception) -> 
 def test_server_is_not_queried_before_it_wants_to_be(bench: Bench) -> None:
     waits = bench.publisher._worker._stopping = Waits()
     bench.slices.failures = [ApiUnavailableError("too many requests", retry_after_s=7.0)] * 20
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     assert all(requested >= 7.0 for requested in waits.requested[:20])
 
 
 def test_backoff_has_an_end_and_starts_over_after_success(bench: Bench) -> None:
     waits = bench.publisher._worker._stopping = Waits()
     bench.slices.failures = [ApiUnavailableError("down")] * 12
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     assert max(waits.requested) <= 30 * 1.2
     assert waits.requested[11] >= 30 * 0.8
     waits.requested.clear()
@@ -345,8 +335,7 @@ def test_rival_is_answered_rarely_but_own_changes_go_out(
     eventually(lambda: "keeps changing the slices" in (bench.publisher.problem or ""))
     assert len(bench.slices.writes) == 4, "one create and three prompt answers"
     bench.slices.store = lambda obj: obj
-    bench.inventory = inventory(h100(0))
-    bench.publisher.mark_dirty()
+    bench.change(h100(0))
     eventually(lambda: bench.published() == [GPU_0])
     eventually(lambda: bench.publisher.problem is None)
     assert [code for code, _ in problems(bench)] == ["slices-contested"], "the rival may change them again"
@@ -356,8 +345,7 @@ def test_rival_is_answered_rarely_but_own_changes_go_out(
 
 def test_slices_that_change_while_it_waits_are_compared_again(bench: Bench) -> None:
     """Else each late write would meet a conflict, and a steady rival would always win."""
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     spoilt = threading.Event()
 
     class Rival(Waits):
@@ -439,8 +427,7 @@ def test_lasting_failure_is_a_problem_until_the_slices_are_as_wanted(bench: Benc
     clock.ahead = 31.0
     assert problems(bench) == not_updated(31, "down")
     other = Bench()
-    other.start()
-    assert other.publisher.wait_published(20)
+    other.publish()
     for entry in other.slices.current():  # another instance wrote them, so this one has nothing left to write
         bench.slices._put(entry)
     other.publisher.stop()
@@ -512,13 +499,11 @@ def test_driver_that_recreates_its_slices_is_a_problem_the_second_time(running: 
 
 def test_slices_taken_over_from_another_driver_are_not_a_problem(bench: Bench, clock: Time) -> None:
     other = Bench()
-    other.start()
-    assert other.publisher.wait_published(20)
+    other.publish()
     other.publisher.stop()
     for index, entry in enumerate(other.slices.current()):
         bench.slices.plant(f"{index:05x}-gpu-x", entry)
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     for seconds in (10.0, 20.0, 30.0):
         clock.ahead = seconds
         bench.inventory = inventory(h100(0)) if seconds != 20.0 else MIXED
@@ -537,10 +522,6 @@ def test_stop_ends_the_thread_while_it_waits_to_try_again(bench: Bench) -> None:
     assert not bench.publisher._worker._thread.is_alive()
 
 
-def test_stop_is_harmless_before_the_start(bench: Bench) -> None:
-    bench.publisher.stop()
-
-
 # --- slices that do not go away ------------------------------------------------------------------
 
 
@@ -551,8 +532,7 @@ def test_slice_that_cannot_be_deleted_keeps_nothing_from_being_written(
     like = {"metadata": {}, "spec": {"pool": {"name": pool_name, "generation": 1, "resourceSliceCount": 1}}}
     bench.slices.plant("zz-foreign", like)
     bench.slices.guarded.add("zz-foreign")
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     assert bench.published() == NAMES
     eventually(lambda: bench.slices.refusals >= 3)
     assert bench.publisher.problem == (
@@ -562,8 +542,7 @@ def test_slice_that_cannot_be_deleted_keeps_nothing_from_being_written(
     assert {str(error) for error in bench.received.failures} == {
         "delete resource slice zz-foreign: a webhook said no (HTTP 403)"
     }
-    bench.inventory = inventory(h100(0))
-    bench.publisher.mark_dirty()
+    bench.change(h100(0))
     eventually(lambda: bench.published() == [GPU_0])
     bench.slices.wipe()
     bench.slices.plant("zz-foreign", like)
@@ -720,11 +699,9 @@ def test_form_that_the_server_does_not_accept_any_more_is_missing(refusing: Benc
     slices: Any = refusing.slices
     slices.reason = "slice: spec.devices[0]: Invalid value (HTTP 422)"
     refusing.inventory = inventory(h100(0), h100(1))
-    refusing.start()
-    assert refusing.publisher.wait_published(20)
+    refusing.publish()
     slices.faulty = lambda entry: entry["spec"]["devices"][0]["name"] == GPU_0
-    refusing.inventory = inventory(*(replace(h100(number), product_name="new") for number in range(2)))
-    refusing.publisher.mark_dirty()
+    refusing.change(*(replace(h100(number), product_name="new") for number in range(2)))
     eventually(lambda: refusing.published() == [GPU_1])
     slices.faulty = lambda entry: False
     eventually(lambda: refusing.published() == [GPU_0, GPU_1])
@@ -798,8 +775,7 @@ def test_devices_are_not_published_without_the_counters_that_they_consume(
 
 def test_a_refused_change_leaves_what_is_still_wanted_of_the_slice(refusing: Bench) -> None:
     slices: Any = refusing.slices
-    refusing.start()
-    assert refusing.publisher.wait_published(20)
+    refusing.publish()
     slices.faulty = lambda entry: (
         any(
             device["attributes"]["productName"]["string"] == "new"
@@ -808,8 +784,7 @@ def test_a_refused_change_leaves_what_is_still_wanted_of_the_slice(refusing: Ben
         and entry["metadata"]["generateName"].startswith("00001-")
     )
     changed = [replace(gpu, product_name="new") for gpu in FLEET]
-    refusing.inventory = inventory(*changed[:70], *changed[71:])
-    refusing.publisher.mark_dirty()
+    refusing.change(*changed[:70], *changed[71:])
     eventually(lambda: [count for _, count in slices.by_index()] == [64, 64, 1])
     eventually(lambda: len(slices.refused) >= 3)
     eventually(lambda: len({generation for generation, _ in slices.by_index()}) == 1)
@@ -861,8 +836,7 @@ def dropping(bench: Bench) -> Bench:
     """Published on a server that drops taints, without knowing of it before, and stopped."""
     bench.slices.store = without_taints
     bench.taints = broken
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     settled(bench)
     bench.publisher.stop()
     following = Bench(bench.slices, Support(frozenset({TAINTS_GATE})))
@@ -874,8 +848,7 @@ def test_unsupported_field_is_not_sent_again_and_reported_once(dropping: Bench, 
     """Neither by the instance that learns it from a response, nor by one that tests."""
     before = dropping.slices.current()
     assert len(dropping.slices.writes) == 1
-    dropping.start()
-    assert dropping.publisher.wait_published(20)
+    dropping.publish()
     dropping.slices.on_change()
     assert settled(dropping) == 1
     assert dropping.slices.current() == before
@@ -902,8 +875,7 @@ def test_dropped_field_in_an_answer_changes_the_pool_at_once(bench: Bench) -> No
 
 def test_unsupported_field_that_is_not_needed_is_not_reported(bench: Bench) -> None:
     bench.lacks = Support(frozenset({TAINTS_GATE, SHARES_GATE}))
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     assert problems(bench) == []
 
 
@@ -911,8 +883,7 @@ def test_shares_are_published_as_a_server_without_them_keeps_them(bench: Bench) 
     """The scheduler then gives each device to one claim; that it may be shared is still said."""
     bench.lacks = Support(frozenset({SHARES_GATE}))
     bench.publisher.sharing = share_all(SharingRule("shares", 4))
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     [entry] = bench.slices.current()
     for device in entry["spec"]["devices"]:
         assert "allowMultipleAllocations" not in device
@@ -926,8 +897,7 @@ def test_shares_are_published_as_a_server_without_them_keeps_them(bench: Bench) 
 def test_restart_writes_what_the_server_keeps_by_now(dropping: Bench) -> None:
     dropping.slices.store = lambda obj: obj
     dropping.lacks = Support()
-    dropping.start()
-    assert dropping.publisher.wait_published(20)
+    dropping.publish()
     assert [verb for verb, _ in dropping.slices.writes] == ["create", "update"]
     assert all("taints" in device for device in dropping.slices.current()[0]["spec"]["devices"])
     dropping.publisher.stop()
@@ -935,8 +905,7 @@ def test_restart_writes_what_the_server_keeps_by_now(dropping: Bench) -> None:
 
 def test_gate_that_is_enabled_later_is_noticed(dropping: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_support, "_RECHECK_AFTER_S", 0.05)
-    dropping.start()
-    assert dropping.publisher.wait_published(20)
+    dropping.publish()
     eventually(lambda: dropping.questions >= 4)
     assert len(dropping.slices.writes) == 1
     dropping.slices.store = lambda obj: obj
@@ -986,13 +955,11 @@ def test_lag_is_counted_from_the_first_change_over_all_failures(bench: Bench) ->
     refused = ApiUnavailableError("create slice: no answer")
     bench.slices.failures = [refused, refused]
     bench.publisher._marked_at = time.monotonic() - 100
-    bench.start()
-    assert bench.publisher.wait_published(20)
+    bench.publish()
     (lag,) = bench.received.lags
     assert 100 <= lag < 200
     assert bench.received.failures == [refused, refused]
-    bench.inventory = inventory(h100(0))
-    bench.publisher.mark_dirty()
+    bench.change(h100(0))
     eventually(lambda: len(bench.received.lags) == 2)
     assert bench.received.lags[1] < 50
 

@@ -158,10 +158,6 @@ def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObjec
     return tuple(_taint(*pair) for pair in sorted(worst, key=lambda pair: pair[0].key))
 
 
-def keep_away(taints: Iterable[JsonObject]) -> bool:
-    return any(taint["effect"] in _KEEP_AWAY for taint in taints)
-
-
 def is_withdrawn(
     device: OfferedDevice, taints: Iterable[JsonObject], *, is_held: bool, is_shared: bool
 ) -> bool:
@@ -171,7 +167,7 @@ def is_withdrawn(
     them, other claims would get a share. With them, the scheduler would ignore the counters of a removed device, and
     allocate its part of the GPU again.
     """
-    if not keep_away(taints):
+    if all(taint["effect"] not in _KEEP_AWAY for taint in taints):
         return False
     is_counted = has_counters(device.gpu) and not isinstance(device, StaticMigDevice)
     return not is_held or (is_shared and not is_counted)
