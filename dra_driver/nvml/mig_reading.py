@@ -22,20 +22,20 @@ from dra_driver.model.mig import GpuInstance, MigDevice, MigProfile, Partitionin
 from dra_driver.nvml.calls import Handle, collected, nvml_errors, supported
 from dra_driver.nvml.readings import FaultLog, read_gpu
 
-_COMPUTE_PROFILE_COUNT = getattr(pynvml, "NVML_COMPUTE_INSTANCE_PROFILE_COUNT", 0x9)
+_COMPUTE_PROFILE_COUNT = pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT
 # Variants of a profile size, used only if no plain profile has all multiprocessors of the GPU instance.
 _COMPUTE_VARIANTS = frozenset({0x7, 0x8})
 _SHARED_ENGINES = pynvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED
 T = TypeVar("T")
 
-_PROFILE_COUNT = getattr(pynvml, "NVML_GPU_INSTANCE_PROFILE_COUNT", 0x12)
+_PROFILE_COUNT = pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT
 _PROFILE_SUFFIX = {
     0x7: "+me", 0x8: "+me", 0xA: "+gfx", 0xB: "+gfx", 0xC: "+gfx", 0xD: "-me", 0xE: "-me",
     0xF: "+me.all", 0x10: "+me.all", 0x11: "+gfx",
 }  # fmt: skip
-_RESETLESS_MIG = getattr(pynvml, "NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED", 184)
+_RESETLESS_MIG = pynvml.NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED
 _VGPU_GUEST = pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU
-_FIRST_RESETLESS_ARCHITECTURE = getattr(pynvml, "NVML_DEVICE_ARCH_HOPPER", 9)
+_FIRST_RESETLESS_ARCHITECTURE = pynvml.NVML_DEVICE_ARCH_HOPPER
 _UNKNOWN_ARCHITECTURE = pynvml.NVML_DEVICE_ARCH_UNKNOWN
 _TRIES = 3
 _MIB = 1 << 20
