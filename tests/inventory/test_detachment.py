@@ -34,7 +34,7 @@ from dra_driver.errors import (
 from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.inventory import detachment
 from dra_driver.inventory import discovery as discovery_module
-from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml_pause
+from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml_paused
 from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.model.claim import ClaimRef
@@ -631,7 +631,7 @@ def test_all_processes_close_nvml_for_a_moment_and_keep_their_devices(
     known = ["change", "reload"]
     eventually(lambda: other.state()["heard"] == received == known)
     gone = node.machine.gpu(7)
-    with nvml_pause(reader.session, worker)("tests", lambda: 20.0):
+    with nvml_paused(reader.session, worker, "tests", lambda: 20.0):
         assert (node.machine.clients(with_own=True), worker.is_nvml_open()) == ([], False)
         assert other.state() == {"gpus": 8, "problem": None, "heard": known, "open": False}
         node.machine.give_to(7, "vfio-pci")
@@ -695,7 +695,7 @@ def test_hanging_change_ends_the_pause_and_others_continue(
     reader, discovery = instance(node, tmp_path, detachments, [])
     discovery.scan_now(5)
     logs.clear()
-    closed = nvml_pause(reader.session, detachments)
+    closed = partial(nvml_paused, reader.session, detachments)
     with pytest.raises(RetryableError, match="unbind hangs"), closed("unbinds", lambda: 5.0):
         raise RetryableError("unbind hangs")
     with reader.session.operation(lambda: 0.0):
@@ -710,7 +710,7 @@ def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_no_one_from_them(
 ) -> None:
     reader, _ = instance(node, tmp_path, detachments, [])
     reader.reopen()
-    closed, session = nvml_pause(reader.session, detachments), reader.session
+    closed, session = partial(nvml_paused, reader.session, detachments), reader.session
     uses: list[Callable[[], AbstractContextManager[object]]] = [
         lambda: session.operation(lambda: 0.0),
         lambda: detachments.using_nvml(0.0),
@@ -807,7 +807,7 @@ def test_worker_ignores_a_pause_that_another_process_left(
     assert (discovery.unavailable(), worker.problem(), reader.session.is_open) == (None, None, True)
     with worker.using_nvml(0.0):
         assert detachments.paused()
-    with nvml_pause(reader.session, worker)("tests", lambda: 0.0):
+    with nvml_paused(reader.session, worker, "tests", lambda: 0.0):
         assert not worker.is_nvml_open()
         with pytest.raises(NvmlPausedError), worker.using_nvml(0.0):
             pytest.fail("nvidia-smi ran during a pause of its own process")
