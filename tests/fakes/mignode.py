@@ -15,7 +15,7 @@ from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.mode import MigContext, MigHolders, MigMode
-from dra_driver.mig.offer import LedgerOwnership
+from dra_driver.mig.offer import MigOwnership
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice
@@ -97,7 +97,7 @@ class MigNode(Journaled):
         self.countdown = Countdown()
         self.hardware = MigHardware(nullcontext)
         self.open_journal(directory, boot_id, self.countdown.counted, self.clock)
-        self.ownership = LedgerOwnership(self.ledger)
+        self.ownership = MigOwnership(self.ledger)
         self.users = MigHolders(
             self.records, lambda: [name for names in self.lost.values() for name in names]
         )
