@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dra_driver.base.atomic import is_settled, stamp_of
 from dra_driver.errors import DriverGoneError, NvmlLibraryError, RetryableError, StateError
-from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
+from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.driver_programs import BINARY_DIRS, find_program
 from dra_driver.host.hook import HookFinder
 from dra_driver.host.libraries import (
@@ -82,16 +82,10 @@ _FRESH_S = 1.0
 
 
 class DriverRoot:
-    def __init__(
-        self,
-        paths: HostPaths,
-        *,
-        nodes: DeviceNodeReader | None = None,
-        hook: str | None = None,
-    ) -> None:
+    def __init__(self, paths: HostPaths, nodes: DeviceNodeReader, *, hook: str | None = None) -> None:
         """Read below the driver root. `hook` is the host path of nvidia-cdi-hook or nvidia-ctk."""
         self._paths = paths
-        self._dev = DevRoot(paths, nodes or LstatDeviceNodeReader())
+        self._dev = DevRoot(paths, nodes)
         self._hook = HookFinder(paths, hook)
         self._lock = threading.Lock()
         self._known: tuple[Fingerprint, str | None, DriverFiles] | None = None
