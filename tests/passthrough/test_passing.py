@@ -23,7 +23,7 @@ from tests.fakes.preparing import in_threads
 from tests.fakes.samples import DRIVER, claim
 from tests.fakes.waiting import eventually
 
-HURRY_S = 8.0
+HURRY_S = 4.0
 
 
 def wanted(site: Site, uid: str = "uid-1") -> AllocatedClaim:
