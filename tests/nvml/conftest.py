@@ -27,4 +27,23 @@ def machine(memory_path: Path) -> Iterator[Callable[[str], SimulatedNode]]:
 
     yield make
     for node in made:
+        node.machine.clear_faults()
         node.close()
+
+
+@pytest.fixture
+def opened(machine: Callable[[str], SimulatedNode]) -> Callable[[str], SimulatedNode]:
+    """Create simulated machines whose NVML is open."""
+
+    def make(name: str) -> SimulatedNode:
+        made = machine(name)
+        made.session.reopen()
+        return made
+
+    return make
+
+
+@pytest.fixture
+def node(opened: Callable[[str], SimulatedNode]) -> SimulatedNode:
+    """A DGX H100 of the test's own, with NVML open."""
+    return opened("dgx-h100")

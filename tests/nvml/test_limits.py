@@ -25,13 +25,6 @@ LIMITS = GpuLimits(nullcontext)
 
 
 @pytest.fixture
-def node(machine: Callable[[str], SimulatedNode]) -> SimulatedNode:
-    made = machine("dgx-h100")
-    made.session.reopen()
-    return made
-
-
-@pytest.fixture
 def gpu(node: SimulatedNode) -> str:
     return node.machine.gpu(0).uuid
 

@@ -79,10 +79,9 @@ def test_gpu_instance_without_a_compute_instance_is_seen(machine: Make) -> None:
 
 
 def test_mode_that_goes_off_while_the_gpu_is_read_costs_nothing(
-    machine: Make, monkeypatch: pytest.MonkeyPatch
+    opened: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = machine("h100-mig-empty")
-    node.session.reopen()
+    node = opened("h100-mig-empty")
     ask = pynvml.nvmlLib.nvmlDeviceGetGpuInstances
 
     def switch_off_first(handle: Any, *rest: Any) -> int:
