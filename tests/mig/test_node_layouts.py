@@ -357,7 +357,10 @@ def test_a_gpu_that_needs_a_reset_says_so_and_is_cut_after_it(make_memory_path: 
         simulated.close()
 
 
-def test_a_prepare_is_not_planned_while_its_gpu_changes(node: MigNode) -> None:
+def test_a_prepare_is_not_planned_while_its_gpu_changes(
+    node: MigNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.mig.layouts._PLANNING_S", 0.1)
     layouts = Layouts(node)
     layouts.look()
     node.clock.pause(TAINTED_FIRST_S)
