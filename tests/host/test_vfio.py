@@ -279,7 +279,6 @@ def test_card_goes_to_vfio_with_all_its_functions_and_comes_back(node: Node, iom
     assert node.drivers() == ["vfio-pci", "vfio-pci"]
     assert [node.cards.overridden_by(bus_id) for bus_id in card.functions] == ["vfio-pci"] * 2
     group, own = node.cards.node("/dev/vfio/20"), f"/dev/vfio/devices/{node.cards.vfio_device(GPU)}"
-    assert group is not None
     assert group.node.path == "/dev/vfio/20"
     assert (node.cards.node("/dev/vfio/vfio") is not None, node.cards.node(own) is not None) == (
         True,
@@ -389,7 +388,6 @@ def test_users_of_the_card_are_named_and_block_the_unbind(node: Node) -> None:
     exporter = node.machine.open_session("dcgm-exporter")
     node.machine.hold_gpu(0, 812, "python3")
     users = node.cards.gpu_users(GPU)
-    assert users is not None
     assert users[:2] == ["python3 (process 812)", "nvidia-persistenced (process 801)"]
     assert users[2].startswith("dcgm-exporter (process ")
     with pytest.raises(NotAnsweredError) as hangs:
@@ -468,7 +466,6 @@ def test_write_that_hangs_keeps_the_lock_of_its_gpu_and_nothing_else_of_a_killed
     locks.open()
     command = [sys.executable, "-c", WRITER, str(socket_path), str(tmp_path / "locks"), str(pipe)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"hangs\n"
         process.kill()
         process.wait()
@@ -503,5 +500,4 @@ def test_nodes_are_those_of_the_host_and_not_of_this_container() -> None:
 
     paths = HostPaths("/driver-root", "/run/nvidia/driver", host_root="/host-root")
     node = VfioCards(paths, Nodes(), HostPciControl("/host-root")).node("/dev/vfio/30")
-    assert node is not None
     assert (node.node.path, node.host_path) == ("/dev/vfio/30", "/dev/vfio/30")

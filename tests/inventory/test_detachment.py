@@ -306,7 +306,6 @@ def test_end_leaves_the_file_of_a_maintenance_claim_with_its_time_over(
     clock.now += 100
     detachments.end()
     found = detachments.written()
-    assert found is not None
     assert (detachments.now(), found.claim, found.gpu_uuids) == (None, RESET, ("GPU-1",))
     assert found.until_s == clock.now
     assert found.until <= made.until
@@ -485,7 +484,6 @@ def test_a_failure_leaves_what_others_requested(detachments: Detachments, clock:
     with pytest.raises(ClaimsInTheWayError):
         detach(detachments, 600, meanwhile)
     found = detachments.now()
-    assert found is not None
     assert found.until_s == clock.now + 120, "another command has asked since"
 
 
@@ -519,7 +517,6 @@ def test_discovery_releases_and_reopens_nvml(
     received.clear()
     discovery.scan_now(5)
     assert (detachments.is_nvml_open(), discovery.unavailable()) == (False, made.problem)
-    assert discovery.inventory is not None
     assert (list(discovery.inventory.every_gpu), received) == ([], ["change"])
     with pytest.raises(NvmlUnavailableError, match="NVML is closed until"), reader.session.kept_open():
         pass
@@ -562,7 +559,6 @@ def paused_elsewhere(directory: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that keeps NVML closed."""
     command = [sys.executable, "-u", "-c", PAUSES, str(directory)]
     made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert made.stdout is not None
     assert "nvml_paused" in made.stdout.readline()
     yield made
     made.kill()
@@ -589,7 +585,6 @@ def test_process_closes_nvml_during_a_pause_of_another_one_and_keeps_its_devices
         eventually(lambda: not detachments.is_nvml_open())
         assert node.machine.clients(with_own=True) == []
         node.machine.give_to(7, "vfio-pci")
-        assert discovery.inventory is not None
         assert (discovery.unavailable(), len(discovery.inventory.gpus), received) == (None, 8, known)
     eventually(lambda: received == [*known, "change", "hardware"])
     assert gone.uuid not in {gpu.uuid for gpu in discovery.inventory.every_gpu}, "neither shown nor lost"

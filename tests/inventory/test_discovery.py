@@ -295,7 +295,6 @@ def test_function_that_nvml_does_not_show_is_a_fault_and_hides_no_gpu(bench: Ben
     bench.host.functions.add("0000:99:00.0")
     for _ in range(2):
         found = bench.scan()
-        assert found is not None
         assert found.gpus == COMPLETE.gpus
         assert found.faults == (
             DiscoveryFault(
@@ -311,12 +310,10 @@ def test_card_under_vfio_is_on_offer_and_no_fault(bench: Bench) -> None:
     bench.discovery.cards = lambda gpus: (there,)
     bench.nvml.inventory = inventory(*BARE[:2])
     found = bench.scan()
-    assert found is not None
     assert (found.faults, found.lost, found.cards) == ((), (), (there,))
     assert VFIO_2 in found.by_name
     bench.discovery.cards = lambda gpus: (replace(there, driver="snd_hda_intel"),)
     found = bench.scan()
-    assert found is not None
     assert [fault.subject for fault in found.faults] == ["GPU 0000:12:00.0"]
 
 
@@ -326,7 +323,6 @@ def test_gpu_that_goes_to_vfio_is_not_lost(bench: Bench) -> None:
     bench.nvml.inventory = inventory(*BARE[:2])
     bench.host.unbound.add("0000:12:00.0")
     found = bench.scan()
-    assert found is not None
     assert (found.faults, found.lost) == ((), ())
 
 
@@ -336,7 +332,6 @@ def test_node_whose_cards_are_all_under_vfio_is_known(bench: Bench, error: Excep
     bench.discovery.cards = lambda gpus: cards
     bench.nvml.inventory, bench.nvml.error = Inventory(VERSIONS), error
     found = bench.scan()
-    assert found is not None
     assert bench.discovery.unavailable() is None
     assert [device.name for device in found.devices()] == [VFIO_0, VFIO_1, VFIO_2]
 
@@ -354,7 +349,6 @@ def test_cards_are_withdrawn_with_the_gpus_while_nvml_is_away(bench: Bench) -> N
     bench.scan()
     bench.nvml.error, bench.host.hardware = NOT_LOADED, "two"
     found = bench.scan()
-    assert found is not None
     assert list(found.devices()) == []
 
 
@@ -449,7 +443,6 @@ def test_missing_files_of_the_nvidia_driver_are_reported_with_the_devices(bench:
     bench.host.lacks = "libcuda.so.<version> is not below the driver root /"
     for _ in range(2):
         found = bench.scan()
-        assert found is not None
         assert (found.gpus, bench.discovery.unavailable()) == (COMPLETE.gpus, None)
     reported = f"no claim can be prepared: {bench.host.lacks}"
     assert bench.discovery.problems() == [NodeProblem("driver-files-missing", reported)]
@@ -688,7 +681,6 @@ def test_our_own_instance_costs_a_check_its_gpu_alone(cut_bench: Bench) -> None:
     cut_bench.scan()
     assert len(cut_bench.changes) == 1, "neither the mode nor the minor number is a change"
     now = cut_bench.discovery.inventory
-    assert now is not None
     assert now.gpus[1].minor == 5
 
 
@@ -700,8 +692,6 @@ def test_instance_of_someone_else_is_read_with_everything(
     make(cut_bench, *instances)
     assert cut_bench.look()
     now = cut_bench.discovery.inventory
-    assert now is not None
-    assert now.gpus[1].partitioning is not None
     assert now.gpus[1].partitioning.withheld == (THEIRS,)
     cut_bench.host.shown = {1: "a compute instance in somebody else's GPU instance"}
     assert cut_bench.look()
@@ -757,8 +747,6 @@ def test_an_instance_that_the_host_shows_before_nvml_is_found(cut_bench: Bench, 
     make(cut_bench, THEIRS)
     assert cut_bench.look()
     now = cut_bench.discovery.inventory
-    assert now is not None
-    assert now.gpus[1].partitioning is not None
     assert now.gpus[1].partitioning.withheld == (THEIRS,)
 
 
@@ -788,8 +776,6 @@ def test_gpu_that_could_not_be_read_once_stays_as_it_was(cut_bench: Bench, kind:
         unread=frozenset({BARE[1].uuid} if kind == "unread" else ()),
     )
     after = cut_bench.scan()
-    assert before is not None
-    assert after is not None
     assert [list(found.by_name) for found in (before, after)] == [list(before.by_name)] * 2
     assert after.gpus[1].partitioning == before.gpus[1].partitioning
     assert not after.gpus[1].mig_devices
@@ -801,7 +787,6 @@ def test_our_own_instance_is_on_offer_not_even_by_a_gpu_that_was_never_read(benc
     blind = replace(BARE[1], mig_enabled=True, mig_devices=migs)
     bench.nvml.inventory = replace(inventory(BARE[0], blind), unread=frozenset({blind.uuid}))
     found = bench.scan()
-    assert found is not None
     assert found.gpus[1].mig_devices == migs[1:]
 
 

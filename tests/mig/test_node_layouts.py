@@ -119,7 +119,6 @@ def profiles(node: MigNode) -> list[int]:
 def test_a_gpu_is_tainted_first_then_cut_and_then_left_alone(node: MigNode) -> None:
     layouts = Layouts(node)
     state = layouts.look()
-    assert state is not None
     assert (state.state, node.on_gpu()) == ("waiting", (False, []))
     node.clock.pause(TAINTED_FIRST_S - 0.1)
     layouts.look()
@@ -366,7 +365,6 @@ def test_a_prepare_is_not_planned_while_its_gpu_changes(
     node.clock.pause(TAINTED_FIRST_S)
     with layouts.planning.hold(1):
         state = layouts.look()
-    assert state is not None
     assert state.state == "waiting"
     assert node.on_gpu() == (False, [])
 
