@@ -27,7 +27,6 @@ from dra_driver.passthrough.cards import KnownCards
 from dra_driver.simulator import Machine, SimulatedDeviceNodes, SimulatedPciControl, create_machine
 from dra_driver.simulator.machine_state import Function
 from tests.fakes.tables import tabled
-from tests.fakes.waiting import eventually
 from tests.host.trees import put
 
 GPU, AUDIO = "0000:16:00.0", "0000:16:00.1"
@@ -403,28 +402,6 @@ def test_users_of_a_gpu_whose_minor_is_not_reported_are_not_known(node: Node) ->
     """The NVIDIA driver's file is empty where it cannot wake the GPU."""
     (node.machine.host_root / f"proc/driver/nvidia/gpus/{GPU}/information").write_text("")
     assert node.cards.gpu_users(GPU) is None
-
-
-def test_program_that_comes_just_before_the_unbind_blocks_it(node: Node) -> None:
-    node.machine.set_fault("unbind", code="late-user", gpu=0, count=1)
-    assert node.cards.gpu_users(GPU) == []
-    with pytest.raises(NotAnsweredError) as hangs:
-        node.cards.unbind(GPU, 0.05)
-    eventually(lambda: node.cards.gpu_users(GPU) == ["late-user (process 4243)"])
-    node.machine.release_gpu(0)
-    assert hangs.value.answer.result(WAIT_S) is None
-
-
-def test_virtual_machine_that_runs_keeps_the_card(node: Node) -> None:
-    node.give()
-    node.machine.hold_gpu(0, 99, "qemu-system-x86")
-    assert node.cards.vm_users(node.card) == ["qemu-system-x86 (process 99)"]
-    with pytest.raises(NotAnsweredError) as hangs:
-        node.cards.unbind(GPU, 0.05)
-    assert node.drivers() == ["vfio-pci", "vfio-pci"]
-    node.machine.release_gpu(0)
-    assert hangs.value.answer.result(WAIT_S) is None
-    assert node.cards.vm_users(node.card) == []
 
 
 # --- this node's kernel -----------------------------------------------------------------------------

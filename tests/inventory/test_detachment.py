@@ -391,10 +391,8 @@ def test_a_directory_that_is_not_there_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[SimulatedNode]:
-    made = SimulatedNode("dgx-h100", tmp_path / "machine")
-    yield made
-    made.close()
+def node(machine: Callable[[str], SimulatedNode]) -> SimulatedNode:
+    return machine("dgx-h100")
 
 
 def test_gpus_are_named_as_people_name_them(node: SimulatedNode) -> None:

@@ -20,7 +20,7 @@ from dra_driver.errors import (
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory import discovery as module
-from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
+from dra_driver.inventory.discovery import Discovery
 from dra_driver.model.gpu import CHANGED_BY_MIG, Card, Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.health import NvLinks, PolledHealth
 from dra_driver.model.host import GpuFingerprint, HostFingerprint, NvmlFingerprint
@@ -181,12 +181,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     made = Bench()
     yield made
     made.discovery.stop()
-
-
-def test_nothing_is_known_before_the_first_scan(bench: Bench) -> None:
-    discovery = bench.discovery
-    assert (discovery.inventory, discovery.unavailable()) == (None, NOT_DISCOVERED)  # fmt: skip
-    assert discovery.unavailable() == "devices have not been discovered yet"
 
 
 def test_gpus_get_their_place_from_the_host(bench: Bench) -> None:
@@ -800,18 +794,15 @@ def test_gpu_that_could_not_be_read_is_retried_sooner(
     eventually(lambda: cut_bench.nvml.reads >= reads + 3)
 
 
-def test_virtual_functions_of_a_gpu_are_not_hidden_gpus(tmp_path: Path) -> None:
+def test_virtual_functions_of_a_gpu_are_not_hidden_gpus(machine: Callable[[str], SimulatedNode]) -> None:
     """SR-IOV: NVML lists only physical functions, so new virtual functions are no reason to reopen NVML."""
-    node = SimulatedNode("l40s-8", tmp_path)
-    try:
-        before = node.host.fingerprint()
-        node.machine.set_virtual_functions(0, 4)
-        found = node.discover()
-        assert (len(found.gpus), found.faults) == (8, ())
-        assert node.host.fingerprint() == before
-        assert len(list((node.machine.host_root / "sys/bus/pci/devices").glob("*/physfn"))) == 4
-    finally:
-        node.close()
+    node = machine("l40s-8")
+    before = node.host.fingerprint()
+    node.machine.set_virtual_functions(0, 4)
+    found = node.discover()
+    assert (len(found.gpus), found.faults) == (8, ())
+    assert node.host.fingerprint() == before
+    assert len(list((node.machine.host_root / "sys/bus/pci/devices").glob("*/physfn"))) == 4
 
 
 def test_settings_may_be_lost_when_a_gpu_answers_again_or_nvml_was_closed_without_persistence_mode(

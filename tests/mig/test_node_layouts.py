@@ -20,7 +20,6 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuLayout, LayoutEntry, MigLayouts, OwnedInstance, OwnedMode
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import StartMaintenance
-from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle
 from tests.fakes.preparing import Crash
 from tests.fakes.samples import bound
@@ -334,26 +333,23 @@ def test_a_death_after_any_change_ends_where_an_uninterrupted_one_does(
     assert all(entry.is_of_layout and entry.phase == "created" for entry in entries)
 
 
-def test_a_gpu_that_needs_a_reset_says_so_and_is_cut_after_it(make_memory_path: Any, tmp_path: Path) -> None:
-    simulated = SimulatedNode("dgx-a100-40gb", make_memory_path())
-    try:
-        make_idle(simulated, mig_mode=False)
-        simulated.machine.set_gpu(0, virtualization=1)
-        node = MigNode(simulated, tmp_path)
-        wanted = MigLayouts({}, "all-balanced")
-        layouts = Layouts(node, wanted)
-        for _ in range(2):
-            state = layouts.settle()
-            assert state.state == "waiting"
-            assert "--gpu-reset" in state.text
-        assert node.reported_modes == [("mode-on", node.gpu_uuid, "RetryableError")]
-        node.machine.reboot()
-        simulated.session.reopen()
-        after = node.restarted(boot_id="boot-2")
-        assert Layouts(after, wanted).settle().state == "applied"
-        assert len(slots(node)) == 4
-    finally:
-        simulated.close()
+def test_a_gpu_that_needs_a_reset_says_so_and_is_cut_after_it(machine: Any, tmp_path: Path) -> None:
+    simulated = machine("dgx-a100-40gb")
+    make_idle(simulated, mig_mode=False)
+    simulated.machine.set_gpu(0, virtualization=1)
+    node = MigNode(simulated, tmp_path)
+    wanted = MigLayouts({}, "all-balanced")
+    layouts = Layouts(node, wanted)
+    for _ in range(2):
+        state = layouts.settle()
+        assert state.state == "waiting"
+        assert "--gpu-reset" in state.text
+    assert node.reported_modes == [("mode-on", node.gpu_uuid, "RetryableError")]
+    node.machine.reboot()
+    simulated.session.reopen()
+    after = node.restarted(boot_id="boot-2")
+    assert Layouts(after, wanted).settle().state == "applied"
+    assert len(slots(node)) == 4
 
 
 def test_a_prepare_is_not_planned_while_its_gpu_changes(
