@@ -257,7 +257,7 @@ def _read_mig_device(
         gpu_instance_id=gpu_instance_id,
         compute_instance_id=pynvml.nvmlDeviceGetComputeInstanceId(mig),
         profile=profile,
-        placement=Placement(int(info.placement.start), int(info.placement.size)),
+        placement=placement_of(info),
         shares_gpu_instance=shares,
     )
 
@@ -316,15 +316,13 @@ def _placements(handle: Handle, profile_id: int) -> tuple[Placement, ...]:
 
 def _profile_info(handle: Handle, number: int) -> Any:
     """Prefer version 2 of the struct, which has the NVIDIA driver's own name for the profile."""
-    try:
-        return pynvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number, version=2)
-    except pynvml.NVMLError_InvalidArgument:
-        return None
-    except pynvml.NVMLError_FunctionNotFound:
+    read = pynvml.nvmlDeviceGetGpuInstanceProfileInfo
+    with suppress(pynvml.NVMLError_InvalidArgument):
         try:
-            return pynvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number, version=1)
-        except pynvml.NVMLError_InvalidArgument:
-            return None
+            return read(handle, number, version=2)
+        except pynvml.NVMLError_FunctionNotFound:
+            return read(handle, number, version=1)
+    return None
 
 
 def _profile(info: Any, number: int, gpu: Gpu) -> MigProfile:
