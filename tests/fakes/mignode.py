@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.errors import NvmlTransientError
-from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.mode import MigContext, MigHolders, MigMode
@@ -124,10 +123,6 @@ class MigNode(Journaled):
 
     def without_record(self) -> Collection[str]:
         return self.lost
-
-    def loop(self) -> Cleaner:
-        """The cleanup loop, with the node's clock."""
-        return Cleaner(self.ledger, self.lanes, self.runner, restorers=[self.mode], clock=self.clock)
 
     def restarted(self, **options: Any) -> MigNode:
         return MigNode(self.simulated, self.directory, **{"boot_id": self.boot_id, **options})

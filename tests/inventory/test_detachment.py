@@ -152,7 +152,7 @@ def test_detach_that_fails_late_leaves_the_file_of_a_claim_that_began_meanwhile(
 
 @pytest.mark.parametrize("content", ["torn", None])
 def test_damaged_file_is_removed_but_not_the_one_that_a_claim_wrote_meanwhile(
-    detachments: Detachments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+    detachments: Detachments, tmp_path: Path, content: str | None
 ) -> None:
     file = tmp_path / "detach.json"
     if content is not None:

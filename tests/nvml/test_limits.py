@@ -49,7 +49,7 @@ def test_limit_is_set_and_enforced_until_the_driver_forgets_it(node: SimulatedNo
     assert LIMITS.power_mw(gpu) == 700_000
 
 
-def test_clocks_are_locked_each_for_itself(node: SimulatedNode, gpu: str) -> None:
+def test_clocks_are_locked_each_for_itself(gpu: str) -> None:
     before = clocks(gpu)
     LIMITS.lock_clock(gpu, "graphics", 1200, 1200)
     LIMITS.lock_clock(gpu, "memory", 2619, 2619)
