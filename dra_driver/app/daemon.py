@@ -63,7 +63,7 @@ from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile
 from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.mig.mode import MigAction
-from dra_driver.mig.offer import LedgerOwnership
+from dra_driver.mig.offer import MigOwnership
 from dra_driver.model.dataclass import replace
 from dra_driver.model.driver_files import IMEX_PROGRAM, SMI_PROGRAM
 from dra_driver.model.health import LOST, HealthChange, PolledHealth
@@ -188,7 +188,7 @@ class Driver:
         directory, lanes = self._plugin_dir, self.lanes
         self._labels = NodeLabels(self.client, settings.node_name, self._labels_changed)
         self.detachments = detachments = Detachments(directory, self.boot_id, is_worker=self._is_working)
-        ownership = LedgerOwnership(ledger)
+        ownership = MigOwnership(ledger)
         by_minor = settings.device_names == "minor"
         self.nvml = NvmlReader(
             detachments.guarded(self._platform.load_nvml),

@@ -8,7 +8,7 @@ from typing import Any
 
 from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.host.vfio import VfioCards
-from dra_driver.inventory.detachment import Detachments, closed_elsewhere, nvml_pause
+from dra_driver.inventory.detachment import Detachments, closed_elsewhere, nvml_paused
 from dra_driver.journal.cleaner import Restorer, StepRunner
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import Ledger
@@ -93,14 +93,14 @@ def gpu_steps(
 ) -> GpuSteps:
     """Return the steps. `rescan` is as in `VfioSteps`, `default_w` and `gpus` as in `PowerLimitSteps`."""
     session = nvml.session
-    elsewhere = closed_elsewhere(session, detachments, lanes.refuse_other_hangs)
+    elsewhere = partial(closed_elsewhere, session, detachments, lanes.refuse_other_hangs)
     mig = mig_context(session, elsewhere, ledger, MigHolders(ledger.records, lost_devices), mig_changed)
     operation = partial(session.operation, nvml_wait_s)
     vfio = VfioSteps(
         cards,
         ledger,
         nvml,
-        nvml_pause(session, detachments),
+        partial(nvml_paused, session, detachments),
         PersistenceModes(operation),
         rescan,
         detachments.detached,

@@ -46,10 +46,8 @@ class ExtraDeviceFinder:
     It looks for IMEX channels before the first step, and again when the spec is built.
     """
 
-    def __init__(
-        self, paths: HostPaths, programs: FindPrograms, *, nodes: DeviceNodeReader | None = None
-    ) -> None:
-        self._finder = HostDeviceFinder(paths, nodes=nodes)
+    def __init__(self, paths: HostPaths, programs: FindPrograms, *, nodes: DeviceNodeReader) -> None:
+        self._finder = HostDeviceFinder(paths, nodes)
         self._channels = ImexChannelNodes(paths.proc)
         self._daemon = ImexDaemon(paths, programs)
         self._lock = threading.Lock()

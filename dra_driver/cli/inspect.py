@@ -31,7 +31,7 @@ from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.journal.rules.cleanups import withholding
-from dra_driver.mig.offer import LedgerOwnership
+from dra_driver.mig.offer import MigOwnership
 from dra_driver.model.dataclass import replace
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import printable
@@ -172,7 +172,7 @@ def slices_to_publish(
         files = DriverRoot(machine.paths, nodes=machine.nodes)
         host = Sysfs(machine.paths.sys, machine.paths.proc)
         imex = None if settings.imex_channel is None else ImexChannelNodes(machine.paths.proc)
-        ownership = None if ledger is None else LedgerOwnership(ledger, all_undone=is_empty)
+        ownership = None if ledger is None else MigOwnership(ledger, all_undone=is_empty)
         inventory = discover_once(reader, host, ownership, machine.cards, files=files, imex=imex)
     if is_empty and state.ledger_fault is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
         raise OwnershipUnknownError(

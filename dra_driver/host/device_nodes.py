@@ -210,11 +210,10 @@ class FoundHostDevice:
 class HostDeviceFinder:
     """Reads the host's nodes at each call, because kernel modules come and go."""
 
-    def __init__(self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None) -> None:
-        reader = nodes or LstatDeviceNodeReader()
+    def __init__(self, paths: HostPaths, nodes: DeviceNodeReader) -> None:
         # Other vendors' modules create their nodes in the host's /dev, whatever the driver root contains.
-        host = DevRoot(replace(paths, dev_root=paths.dev_root or "/"), reader)
-        self._dev = (host, DevRoot(paths, reader))
+        host = DevRoot(replace(paths, dev_root=paths.dev_root or "/"), nodes)
+        self._dev = (host, DevRoot(paths, nodes))
         self._paths = paths
 
     def find(self, kind: HostDevice) -> FoundHostDevice:

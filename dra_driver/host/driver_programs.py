@@ -7,11 +7,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
-from dra_driver.base.atomic import replace_symlink, stamp_or_none
+from dra_driver.base.atomic import replace_symlink
 from dra_driver.base.bounded_program import run_driver_program
 from dra_driver.errors import (
     NotSupportedError,
@@ -63,8 +63,6 @@ class InstalledPrograms:
         self._links_mode = links_mode
         self._search_path = os.environ.get("PATH", ":".join(BINARY_DIRS))
         self._names = names
-        self._linked_for: object = None
-        self._linked_from: tuple[str, ...] = ()
         self._lock = threading.Lock()
 
     def __call__(self) -> DriverPrograms:
@@ -75,14 +73,10 @@ class InstalledPrograms:
         elsewhere = self._root.rstrip("/") != ""
         if elsewhere:
             with self._lock:
-                self._link(paths)
+                self._link()
         return DriverPrograms(self._root, paths, self._search_path, str(self._links) if elsewhere else None)
 
-    def _link(self, paths: Mapping[str, str]) -> None:
-        """Scan a new directory twice, so that a change during the first scan is noticed."""
-        mark = tuple((path, stamp_or_none(path)) for path in (*paths.values(), *self._linked_from))
-        if mark == self._linked_for and self._links.is_dir():
-            return
+    def _link(self) -> None:
         wanted = _libraries(RootedTree(self._root))
         try:
             self._links.mkdir(parents=True, exist_ok=True)
@@ -96,8 +90,6 @@ class InstalledPrograms:
             raise StateError(
                 f"cannot create links to the NVIDIA driver's libraries in {self._links}: {error.strerror}"
             ) from error
-        self._linked_from = tuple(dict.fromkeys(target.rpartition("/")[0] for target in wanted.values()))
-        self._linked_for = mark if wanted else None
 
 
 def find_program(look: Callable[[str], str | None], name: str) -> tuple[str, str] | None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from dra_driver.base.atomic import is_settled, stamp_of
 from dra_driver.errors import DriverGoneError, NvmlLibraryError, RetryableError, StateError
-from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
+from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.driver_programs import BINARY_DIRS, find_program
 from dra_driver.host.hook import HookFinder
 from dra_driver.host.libraries import (
     INSTALLATION,
-    MACHINE,
     UNUSUAL_DIRS,
     USUAL_DIRS,
     Libraries,
@@ -78,29 +75,13 @@ _WATCHED = (
 )  # fmt: skip
 
 
-_FRESH_S = 1.0
-"""Pods that start together share one check."""
-
-
 class DriverRoot:
-    def __init__(
-        self,
-        paths: HostPaths,
-        *,
-        nodes: DeviceNodeReader | None = None,
-        hook: str | None = None,
-        machine: str = MACHINE,
-    ) -> None:
-        """Read below the driver root. `hook` is the host path of nvidia-cdi-hook or nvidia-ctk; `machine` is as in
-        `uname -m`.
-        """
+    def __init__(self, paths: HostPaths, nodes: DeviceNodeReader, *, hook: str | None = None) -> None:
+        """Read below the driver root. `hook` is the host path of nvidia-cdi-hook or nvidia-ctk."""
         self._paths = paths
-        self._machine = machine
-        self._dev = DevRoot(paths, nodes or LstatDeviceNodeReader())
+        self._dev = DevRoot(paths, nodes)
         self._hook = HookFinder(paths, hook)
-        self._lock = threading.Lock()
         self._known: tuple[Fingerprint, str | None, DriverFiles] | None = None
-        self._read_at = 0.0
 
     def files(self, nvml_version: str | None) -> DriverFiles:
         """Like `scan`, but return the last result while nothing has changed.
@@ -108,21 +89,13 @@ class DriverRoot:
         Results are not cached while an installation may be running: two changes within one tick of the file system's
         clock have the same time.
         """
-        with self._lock:
-            known = self._known
-            read_at = self._read_at
-        if known is not None and known[1] == nvml_version and time.monotonic() - read_at < _FRESH_S:
-            return known[2]
-        fingerprint = self.fingerprint()
+        known, fingerprint = self._known, self.fingerprint()
         if known is not None and known[:2] == (fingerprint, nvml_version):
-            with self._lock:
-                self._read_at = time.monotonic()
             return known[2]
         # Checked before the scan, so that changes during the scan get a later time.
         is_quiet = all(is_settled(mark[2]) for mark in fingerprint if isinstance(mark, tuple))
         files = self.scan(nvml_version)
-        with self._lock:
-            self._known = (fingerprint, nvml_version, files) if is_quiet else None
+        self._known = (fingerprint, nvml_version, files) if is_quiet else None
         return files
 
     def fingerprint(self) -> Fingerprint:
@@ -151,7 +124,7 @@ class DriverRoot:
         )
         left_out = {**libraries.left_out, **foreign_modules}
         if left_out:
-            notes += (note_of_left_out(self._paths.host_driver_root, left_out, self._machine),)
+            notes += (note_of_left_out(self._paths.host_driver_root, left_out),)
         return DriverFiles(
             version=version,
             libraries=tuple(found),
@@ -161,7 +134,7 @@ class DriverRoot:
             ),
             library_dirs=libraries.directories,
             driver_dirs=libraries.driver_directories,
-            linker_dirs=linker_directories((path for path, _ in libraries.files), self._machine),
+            linker_dirs=linker_directories((path for path, _ in libraries.files)),
             nodes=nodes,
             binaries=self._binaries(tree),
             firmware=self._firmware(tree, version),
@@ -185,7 +158,7 @@ class DriverRoot:
     def _libraries(
         self, tree: RootedTree, nvml_version: str | None
     ) -> tuple[Libraries, list[DriverFile], str]:
-        libraries = scan_libraries(tree, nvml_version, self._machine)
+        libraries = scan_libraries(tree, nvml_version)
         try:
             version = self._checked_version(libraries, nvml_version)
             found = [self._file(file, path) for path, file in libraries.files]
@@ -212,7 +185,7 @@ class DriverRoot:
         root = self._paths.host_driver_root
         if not libraries.versions and libraries.left_out:
             raise RetryableError(
-                f"{note_of_left_out(root, libraries.left_out, self._machine)}; "
+                f"{note_of_left_out(root, libraries.left_out)}; "
                 "install the NVIDIA driver for this machine, or set the driver root to where it is installed"
             )
         if not libraries.versions:
@@ -291,7 +264,7 @@ class DriverRoot:
         for name in ("nvidia_drv.so", f"{_GLX_MODULE}.{version}"):
             paths = [path for place in places if tree.file(path := f"{place}/{name}") is not None]
             resolved = {path: tree.file(path) or path for path in paths}
-            others = foreign_files(tree, resolved.values(), self._machine)
+            others = foreign_files(tree, resolved.values())
             foreign |= others
             own = (path for path, file in resolved.items() if file not in others)
             module = next(iter(self._found(tree, own)), None)
@@ -325,22 +298,22 @@ def unsupported_system(tree: RootedTree, root: str) -> str | None:
     return None
 
 
-def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
+def find_nvml_library(driver_root: str) -> str:
     """Return the path of the NVML library below a driver root, as this process sees it.
 
     Raises: DriverGoneError; NvmlLibraryError if all libraries found are for another architecture.
     """
     tree = RootedTree(driver_root)
-    directories = library_directories(tree, machine)
+    directories = library_directories(tree)
     linked = (tree.file(f"{directory.rstrip('/')}/libnvidia-ml.so.1") for directory in directories)
     found = [*filter(None, linked), *versioned_nvml_libraries(tree, directories)]
-    foreign = foreign_files(tree, found, machine)
+    foreign = foreign_files(tree, found)
     own = next((library for library in found if library not in foreign), None)
     if own is not None:
         return tree.local(own)
     if foreign:
         raise NvmlLibraryError(
-            f"{note_of_left_out(driver_root, foreign, machine)}; install the NVIDIA driver for this machine, set the "
+            f"{note_of_left_out(driver_root, foreign)}; install the NVIDIA driver for this machine, set the "
             "driver root to where it is installed, or remove these libraries if this node has no GPU"
         )
     unsupported = unsupported_system(tree, driver_root)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dra_driver.errors import RetryableError
-from dra_driver.host.device_nodes import DeviceNodeMaker, DeviceNodeReader, DevRoot, LstatDeviceNodeReader
+from dra_driver.host.device_nodes import DeviceNodeMaker, DeviceNodeReader, DevRoot
 from dra_driver.host.rooted_tree import join_root, text_of
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import CdiDevice, HostNode
@@ -169,8 +169,8 @@ def _named(node: DeviceNode) -> str:
 class GpuNodes:
     """Looks up nodes on the host at each call. Raises: RetryableError if a required node is missing."""
 
-    def __init__(self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None) -> None:
-        self._dev = DevRoot(paths, nodes or LstatDeviceNodeReader())
+    def __init__(self, paths: HostPaths, nodes: DeviceNodeReader) -> None:
+        self._dev = DevRoot(paths, nodes)
         self._sysfs = Sysfs(paths.sys, paths.proc)
         self._caps = MigCaps(paths.proc)
 

@@ -6,8 +6,6 @@ The protocol of its control socket is not public, so the plugin runs `nvidia-ime
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,8 +29,6 @@ _COUNT = re.compile(r"^ImexChannelCount:\s*([0-9]{1,7})\s*$", re.MULTILINE)
 _SETTING = re.compile(r"^[ \t]*(IMEX_CMD_[A-Z_]+)[ \t]*=[ \t]*(.*?)[ \t\r]*$", re.MULTILINE)
 _READY = "READY"
 _TIMEOUT_S = 4.0
-_FRESH_S = 1.0
-"""Pods that start together cause only one query."""
 _SUPPORTED = "load an NVIDIA driver that supports IMEX channels (`modprobe nvidia`; version 550 or newer)"
 
 
@@ -67,32 +63,17 @@ class ImexDaemon:
     def __init__(self, paths: HostPaths, find: FindPrograms) -> None:
         self._roots = tuple(dict.fromkeys(root for root in (paths.driver_root, paths.host_root) if root))
         self._find = find
-        self._lock = threading.Lock()
-        self._ready_until = 0.0
 
     def refuse_unready(self, timeout_s: float = _TIMEOUT_S) -> None:
-        """Raise RetryableError unless nvidia-imex is ready, or was within the last second."""
-        until = time.monotonic() + min(timeout_s, _TIMEOUT_S)
-        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise _unready(
-                f"does not answer: an earlier query is still waiting after {min(timeout_s, _TIMEOUT_S):.3g} s"
-            )
-        try:
-            if time.monotonic() < self._ready_until:
-                return
-            self._ask(max(0.1, until - time.monotonic()))
-            self._ready_until = time.monotonic() + _FRESH_S
-        finally:
-            self._lock.release()
-
-    def _ask(self, timeout_s: float) -> None:
+        """Raise RetryableError unless nvidia-imex is ready."""
+        limit_s = max(0.1, min(timeout_s, _TIMEOUT_S))
         socket = self._socket()
         programs = self._find()
         program = programs.path(IMEX_PROGRAM)
         action = f"query nvidia-imex at {socket}"
         try:
             code, output = run_program(
-                [program, "-q", "-u", socket], programs.environment(), timeout_s=timeout_s, slot=IMEX_PROGRAM
+                [program, "-q", "-u", socket], programs.environment(), timeout_s=limit_s, slot=IMEX_PROGRAM
             )
         except TimeoutError as error:
             raise _unready(f"does not answer: {error}") from error

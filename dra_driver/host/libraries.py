@@ -46,6 +46,7 @@ _NVVM70 = "libnvidia-nvvm70.so."
 # directory.
 _EGL_PLATFORMS = tuple(f"libnvidia-egl-{name}.so." for name in ("gbm", "wayland", "wayland2", "xcb", "xlib"))
 MACHINE = os.uname().machine
+"""For example `x86_64`."""
 
 _ELF64 = b"\x7fELF\x02"
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183, "i386": 3, "arm": 40, "ppc64le": 21}
@@ -87,9 +88,9 @@ class _Listing:
     symlinks: list[str]
 
 
-def library_directories(tree: RootedTree, machine: str = MACHINE) -> list[str]:
+def library_directories(tree: RootedTree) -> list[str]:
     """Return the resolved directories that may have the libraries, in search order."""
-    return [listing.directory for listing in _search(tree, machine, {})]
+    return [listing.directory for listing in _search(tree, {})]
 
 
 def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> list[str]:
@@ -102,15 +103,15 @@ def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> li
     ]
 
 
-def foreign_files(tree: RootedTree, paths: Iterable[str], machine: str = MACHINE) -> dict[str, str]:
-    """Return the files for another architecture than `machine` or for 32-bit programs, with their architecture.
+def foreign_files(tree: RootedTree, paths: Iterable[str]) -> dict[str, str]:
+    """Return the files for another architecture than this machine or for 32-bit programs, with their architecture.
 
     Only ELF files count: others may belong to a simulated machine, or still be written.
     """
-    return {path: made_for for path in paths if (made_for := _foreign_architecture(tree, path, machine))}
+    return {path: made_for for path in paths if (made_for := _foreign_architecture(tree, path))}
 
 
-def _foreign_architecture(tree: RootedTree, path: str, machine: str) -> str | None:
+def _foreign_architecture(tree: RootedTree, path: str) -> str | None:
     try:
         with Path(tree.local(path)).open("rb", buffering=0) as file:
             header = file.read(_ELF_MACHINE.stop)
@@ -121,29 +122,29 @@ def _foreign_architecture(tree: RootedTree, path: str, machine: str) -> str | No
         return None
     number = int.from_bytes(header[_ELF_MACHINE], "little")
     is_64_bit = header.startswith(_ELF64)
-    if is_64_bit and number == _ELF_MACHINES.get(machine, number):
+    if is_64_bit and number == _ELF_MACHINES.get(MACHINE, number):
         return None
     name = next((name for name, known in _ELF_MACHINES.items() if known == number), f"ELF machine {number}")
     return name if is_64_bit else f"32-bit {name}"
 
 
-def note_of_left_out(root: str, left_out: Mapping[str, str], machine: str = MACHINE) -> str:
+def note_of_left_out(root: str, left_out: Mapping[str, str]) -> str:
     """Return a sentence without a semicolon."""
     what, are = counted(len(left_out), "library", "libraries"), "is" if len(left_out) == 1 else "are"
     first = min(left_out)
     return (
-        f"{what} below the driver root {root} {are} not used, because this machine is {machine}: for example, "
+        f"{what} below the driver root {root} {are} not used, because this machine is {MACHINE}: for example, "
         f"{first} is for {left_out[first]}"
     )
 
 
-def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE) -> Libraries:
+def scan_libraries(tree: RootedTree, version: str | None) -> Libraries:
     """Return the libraries of one driver version; no files if it is not installed.
 
     `version` None selects the one that `libcuda.so.1` leads to, else the first found.
     """
     left_out: dict[str, str] = {}
-    listings = _search(tree, machine, left_out)
+    listings = _search(tree, left_out)
     versions = tuple(dict.fromkeys(found for listing in listings for found in _libcuda_versions(listing)))
     chosen = version or _linked_version(tree, listings, left_out) or next(iter(versions), None)
     if chosen not in versions:
@@ -161,7 +162,7 @@ def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE
         if names or listing.directory in usual:
             names.extend(name for name in listing.files if name.startswith(_EGL_PLATFORMS))
         found = {listing.files[name]: _join(listing.shown, name) for name in names}
-        left_out |= foreign_files(tree, (*found, *vdpau), machine)
+        left_out |= foreign_files(tree, (*found, *vdpau))
         own = {file: path for file, path in (found | vdpau).items() if file not in left_out}
         for file, path in own.items():
             shown.setdefault(file, path)
@@ -178,14 +179,14 @@ def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE
     )
 
 
-def linker_directories(paths: Iterable[str], machine: str = MACHINE) -> tuple[str, ...]:
+def linker_directories(paths: Iterable[str]) -> tuple[str, ...]:
     """Return the default directories of linkers in images: Debian's, then other distributions'."""
     libcuda = next((path for path in paths if _LIBCUDA.match(path.rpartition("/")[2])), "")
-    arch = next((arch for arch in _ARCHES if f"/{arch}/" in libcuda), f"{machine}-linux-gnu")
+    arch = next((arch for arch in _ARCHES if f"/{arch}/" in libcuda), f"{MACHINE}-linux-gnu")
     return f"/usr/lib/{arch}", "/usr/lib64"
 
 
-def _search(tree: RootedTree, machine: str, left_out: dict[str, str]) -> list[_Listing]:
+def _search(tree: RootedTree, left_out: dict[str, str]) -> list[_Listing]:
     """Add libcuda of other architectures to `left_out`.
 
     Links that lead out of their directory are followed only if no directory has libcuda itself.
@@ -193,24 +194,23 @@ def _search(tree: RootedTree, machine: str, left_out: dict[str, str]) -> list[_L
     everywhere = False
     for follow in (False, False, True):
         shown: dict[str, str] = {}
-        for directory in _all_directories(tree) if everywhere else USUAL_DIRS:
+        more = (*UNUSUAL_DIRS, *_cached_directories(tree)) if everywhere else ()
+        for directory in (*USUAL_DIRS, *more):
             resolved = tree.directory(directory)
             if resolved is not None:
                 shown.setdefault(resolved, directory if directory in UNUSUAL_DIRS else resolved)
         listings = [_list(tree, *names, follow=follow) for names in shown.items()]
         for listing in listings:
-            _drop_foreign_libcuda(tree, listing, machine, left_out)
-        if any(_has_libcuda(listing) for listing in listings):
+            _drop_foreign_libcuda(tree, listing, left_out)
+        if any(True for listing in listings for _ in _libcuda_versions(listing)):
             break
         everywhere = True
     return listings
 
 
-def _drop_foreign_libcuda(
-    tree: RootedTree, listing: _Listing, machine: str, left_out: dict[str, str]
-) -> None:
+def _drop_foreign_libcuda(tree: RootedTree, listing: _Listing, left_out: dict[str, str]) -> None:
     found = {file: name for name, file in listing.files.items() if _LIBCUDA.match(name)}
-    for file, made_for in foreign_files(tree, found, machine).items():
+    for file, made_for in foreign_files(tree, found).items():
         left_out[file] = made_for
         del listing.files[found[file]]
 
@@ -234,10 +234,6 @@ def _list(tree: RootedTree, directory: str, shown: str, *, follow: bool = False)
     return listing
 
 
-def _has_libcuda(listing: _Listing) -> bool:
-    return next(_libcuda_versions(listing), None) is not None
-
-
 def _libcuda_versions(listing: _Listing) -> Iterator[str]:
     for name in sorted(listing.files):
         match = _LIBCUDA.match(name)
@@ -253,10 +249,6 @@ def _linked_version(tree: RootedTree, listings: Iterable[_Listing], left_out: Co
             if match is not None and target not in left_out:
                 return match[1]
     return None
-
-
-def _all_directories(tree: RootedTree) -> list[str]:
-    return [*USUAL_DIRS, *UNUSUAL_DIRS, *_cached_directories(tree)]
 
 
 def _cached_directories(tree: RootedTree) -> list[str]:

@@ -32,7 +32,7 @@ from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.dataclass import replace
 from dra_driver.model.driver_files import HostNode, exit_text
 from dra_driver.model.gpu import VFIO_PCI, Card, is_vfio, uuid_of_bus_id
-from dra_driver.model.host import HostPaths
+from dra_driver.model.host import HostPaths, PciFunction
 from dra_driver.model.units import counted
 
 NVIDIA = "nvidia"
@@ -162,11 +162,7 @@ class VfioCards(Sysfs):
         """
         uuids = self.gpus_of_the_nvidia_driver()
         has_iommufd = self.node(IOMMU_NODE) is not None
-        return tuple(
-            self._card(function.bus_id, function.device_id, function.driver, uuids, has_iommufd)
-            for function in self.nvidia_functions()
-            if function.is_gpu
-        )
+        return tuple(self._card(function, uuids, has_iommufd) for function in self.gpus())
 
     def card(self, bus_id: str) -> Card | None:
         return next((card for card in self.cards() if card.bus_id == bus_id), None)
@@ -327,25 +323,19 @@ class VfioCards(Sysfs):
 
     # --- one card ------------------------------------------------------------------------------
 
-    def _card(
-        self,
-        bus_id: str,
-        device_id: int,
-        driver: str | None,
-        uuids: Mapping[str, str | None],
-        has_iommufd: bool,
-    ) -> Card:
+    def _card(self, function: PciFunction, uuids: Mapping[str, str | None], has_iommufd: bool) -> Card:
+        bus_id = function.bus_id
         group = self._iommu_group(bus_id)
         members = self._members(group) if group.isdecimal() else (bus_id,)
         module = self._module(bus_id)
         card = Card(
             bus_id=bus_id,
             gpu_uuid=uuids.get(bus_id) or uuid_of_bus_id(bus_id),
-            device_id=device_id,
+            device_id=function.device_id,
             iommu_group=int(group) if group.isdecimal() else -1,
             functions=members,
             vfio_driver=self._modules.driver_of(module),
-            driver=driver,
+            driver=function.driver,
             has_iommufd=has_iommufd,
             product_name=self.product_name(bus_id),
             addressable_memory=_addressable(self._text(bus_id, "resource")),

@@ -377,45 +377,41 @@ def _content(path: Path) -> bytes | None:
         raise state_error("read", path, error) from error
 
 
-def nvml_pause(
-    session: NvmlSession, detachments: Detachments
-) -> Callable[[str, Callable[[], float]], AbstractContextManager[None]]:
-    """Return a context manager that keeps NVML closed in all of the plugin's processes on the node.
+@contextmanager
+def nvml_paused(
+    session: NvmlSession, detachments: Detachments, what: str, patience: Callable[[], float]
+) -> Iterator[None]:
+    """Keep NVML closed in all of the plugin's processes on the node.
 
-    It takes a text for the log, and a function that returns how many seconds to wait for calls in progress. It raises
+    `what` is a text for the log. `patience` returns how many seconds to wait for calls in progress. Raises:
     NvmlDetachedError, NvmlInUseError, StateError.
     """
-
-    @contextmanager
-    def paused(what: str, patience: Callable[[], float]) -> Iterator[None]:
-        until = time.monotonic() + patience()
-        detachments.wait_for_smi(until - time.monotonic())
-        with session.closed(lambda: until - time.monotonic()), detachments.pause(what):
-            yield
-
-    return paused
+    until = time.monotonic() + patience()
+    detachments.wait_for_smi(until - time.monotonic())
+    with session.closed(lambda: until - time.monotonic()), detachments.pause(what):
+        yield
 
 
+@contextmanager
 def closed_elsewhere(
-    session: NvmlSession, detachments: Detachments, refuse_hanging: Callable[[str], None]
-) -> Callable[[str, str], AbstractContextManager[None]]:
-    """Return a context manager that closes NVML in the plugin's other processes on the node.
+    session: NvmlSession,
+    detachments: Detachments,
+    refuse_hanging: Callable[[str], None],
+    gpu_uuid: str,
+    what: str,
+) -> Iterator[None]:
+    """Close NVML in the plugin's other processes on the node, to change this GPU.
 
-    It takes the UUID of the GPU to change, and a text for the log. `refuse_hanging` raises an error if an operation on
-    another GPU hangs, because closing NVML might hang too.
+    `what` is a text for the log. `refuse_hanging` raises an error if an operation on another GPU hangs, because closing
+    NVML might hang too.
     """
-
-    @contextmanager
-    def closed(gpu_uuid: str, what: str) -> Iterator[None]:
-        own = session.mark
-        if own is None or not detachments.is_nvml_open(own):
-            yield
-            return
-        refuse_hanging(gpu_uuid)
-        with detachments.pause(what, own=own):
-            yield
-
-    return closed
+    own = session.mark
+    if own is None or not detachments.is_nvml_open(own):
+        yield
+        return
+    refuse_hanging(gpu_uuid)
+    with detachments.pause(what, own=own):
+        yield
 
 
 def detach(

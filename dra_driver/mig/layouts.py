@@ -225,33 +225,22 @@ class NodeLayouts(BackgroundWorker):
         target = self._target(gpu, address, index, name)
         if target is None:
             return None
-        if self._has_layout(target, address):
-            return self._state(gpu.uuid, name, "applied")
-        if not may_change:
-            return self._state(
-                gpu.uuid, name, "waiting", "the plugin will change the GPU soon; no new pods start on it"
-            )
-        try:
-            holder = self._changed_if_free(gpu, gpu_name, target)
-        except DraDriverError as error:
-            return self._state(gpu.uuid, name, "waiting", str(error))
-        if holder is not None:
-            return self._state(
-                gpu.uuid,
-                name,
-                "waiting",
-                f"{holder} uses the GPU; the plugin changes the GPU when it is free",
-            )
+        if not self._has_layout(target, address):
+            if not may_change:
+                text = "the plugin will change the GPU soon; no new pods start on it"
+                return self._state(gpu.uuid, name, "waiting", text)
+            try:
+                self._change_if_free(gpu, gpu_name, target)
+            except DraDriverError as error:
+                return self._state(gpu.uuid, name, "waiting", str(error))
         return self._state(gpu.uuid, name, "applied")
 
-    def _changed_if_free(self, gpu: Gpu, gpu_name: str, target: LayoutTarget) -> str | None:
-        """Change the GPU, or return a text that names the claim on it. Raises: DraDriverError that names the
-        obstacle.
-        """
+    def _change_if_free(self, gpu: Gpu, gpu_name: str, target: LayoutTarget) -> None:
+        """Raise DraDriverError that names the obstacle, such as a claim on the GPU, if the GPU cannot be changed."""
         with self.context.users.records.planning.hold(_PLANNING_S):
             holder = self.context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id or "")
             if holder is not None:
-                return holder
+                raise RetryableError(f"{holder} uses the GPU; the plugin changes the GPU when it is free")
             self._changing.add(gpu.uuid)
         try:
             self._ledger.refuse_newer({gpu.uuid})
@@ -264,7 +253,6 @@ class NodeLayouts(BackgroundWorker):
                 self.rescan()
         finally:
             self._changing.discard(gpu.uuid)
-        return None
 
     def _target(self, found: Gpu, gpu: GpuAddress, index: int, name: str) -> LayoutTarget | None:
         pci_id, profiles = self._hardware.cuts(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from dra_driver.journal.ledger import Ledger
 from dra_driver.mig.rules.offered_devices import (
@@ -21,21 +20,12 @@ from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode
 from dra_driver.model.steps import CreateMig
 
 
-class MigOwnership(Protocol):
-    """Which GPU instances and MIG modes the plugin created. Methods raise StateError."""
-
-    def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-        """Return the instances on a GPU that this plugin must not use for claims."""
-
-    def mode_is_ours(self, gpu_uuid: str) -> bool:
-        """Still True for a moment after MIG mode was switched off."""
-
-
 @dataclass(frozen=True, slots=True)
-class LedgerOwnership:
-    """Details count for 30 s after their removal, because a hardware scan may have begun before.
+class MigOwnership:
+    """Which GPU instances and MIG modes the plugin created. Methods raise StateError.
 
-    With `all_undone`, no undo counts as failed.
+    Details count for 30 s after their removal, because a hardware scan may have begun before. With `all_undone`, no
+    undo counts as failed.
     """
 
     ledger: Ledger
@@ -56,6 +46,7 @@ class LedgerOwnership:
         )
 
     def mode_is_ours(self, gpu_uuid: str) -> bool:
+        """Still True for a moment after MIG mode was switched off."""
         now = self.ledger.details(OwnedMode, gpu_uuid)
         return bool(now or self.ledger.recently_removed(OwnedMode, gpu_uuid))
 

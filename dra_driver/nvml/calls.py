@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,36 +32,34 @@ T = TypeVar("T")
 Handle = Any
 """NVML's handle of a GPU, an instance or an event set; valid for one session."""
 
-_UNAVAILABLE = {
+_KINDS: Mapping[int, type[DraDriverError]] = {
+    pynvml.NVML_ERROR_UNINITIALIZED: NvmlUnavailableError,
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: NvmlUnavailableError,
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: DriverGoneError,
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: DriverGoneError,
+    pynvml.NVML_ERROR_GPU_IS_LOST: DeviceLostError,
+    pynvml.NVML_ERROR_GPU_NOT_FOUND: DeviceLostError,
+    pynvml.NVML_ERROR_NOT_SUPPORTED: NotSupportedError,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: NotSupportedError,
+    pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: NotSupportedError,
+    pynvml.NVML_ERROR_IN_USE: DeviceBusyError,
+    # Errors that pass within seconds.
+    pynvml.NVML_ERROR_MEMORY: NvmlTransientError,
+    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: NvmlTransientError,
+    pynvml.NVML_ERROR_NOT_READY: NvmlTransientError,
+    pynvml.NVML_ERROR_INVALID_STATE: NvmlTransientError,
+    # The call may still have had its effect. NVML_ERROR_UNKNOWN also occurs for single attributes, and a GPU that
+    # reports its UUID is not lost.
+    pynvml.NVML_ERROR_TIMEOUT: NvmlUnknownOutcomeError,
+    pynvml.NVML_ERROR_UNKNOWN: NvmlUnknownOutcomeError,
+}
+_TEXTS = {
     pynvml.NVML_ERROR_UNINITIALIZED: "NVML is not initialised",
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)",
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1 was not found below the driver root",
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
         "the NVML library and the kernel driver have different versions; reload the NVIDIA driver or reboot the node"
     ),
-}
-_GONE = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND})
-# NVML_ERROR_UNKNOWN is not included: it also occurs for single attributes, and a GPU that reports its UUID is
-# not lost.
-_LOST = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, getattr(pynvml, "NVML_ERROR_GPU_NOT_FOUND", 28)})
-_ABSENT = frozenset(
-    {
-        pynvml.NVML_ERROR_NOT_SUPPORTED,
-        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
-        getattr(pynvml, "NVML_ERROR_ARGUMENT_VERSION_MISMATCH", 25),
-    }
-)
-# Errors that pass within seconds. After an error in `_UNSURE`, the call may still have had its effect.
-_PASSING = frozenset(
-    {
-        pynvml.NVML_ERROR_MEMORY,
-        pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES,
-        getattr(pynvml, "NVML_ERROR_NOT_READY", 27),
-        getattr(pynvml, "NVML_ERROR_INVALID_STATE", 29),
-    }
-)
-_UNSURE = frozenset({pynvml.NVML_ERROR_TIMEOUT, pynvml.NVML_ERROR_UNKNOWN})
-_REMEDIES = {
     pynvml.NVML_ERROR_NO_PERMISSION: "NVML refused access; run as root with access to /dev/nvidiactl",
     pynvml.NVML_ERROR_RESET_REQUIRED: f"the GPU has to be reset; {reset()}",
 }
@@ -73,28 +71,17 @@ _OTHERS_ANSWER_WITHIN_S = 1.0
 """The limit after one GPU has not answered: a hanging call may block all other calls of the process."""
 
 
-_ERRORS = (pynvml.NVMLError, *filter(None, (getattr(pynvml, "NVMLLibraryMismatchError", None),)))
+_ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 """The second one means that the library is too old for a call."""
 
 
 def translated(error: Exception, action: str) -> DraDriverError:
     if not isinstance(error, pynvml.NVMLError):
         return NotSupportedError(f"cannot {action}: {error}")
-    code = error.value
-    if code in _UNAVAILABLE:
-        kind = DriverGoneError if code in _GONE else NvmlUnavailableError
-        return kind(f"cannot {action}: {_UNAVAILABLE[code]}")
-    if code in _LOST:
-        return DeviceLostError(f"cannot {action}: the GPU does not answer ({error})")
-    if code in _ABSENT:
-        return NotSupportedError(f"cannot {action}: {error}")
-    if code == pynvml.NVML_ERROR_IN_USE:
-        return DeviceBusyError(f"cannot {action}: {error}")
-    if code in _PASSING:
-        return NvmlTransientError(f"cannot {action}: {error}")
-    if code in _UNSURE:
-        return NvmlUnknownOutcomeError(f"cannot {action}: {error}")
-    return RetryableError(f"cannot {action}: {_REMEDIES.get(code, error)}")
+    kind = _KINDS.get(error.value, RetryableError)
+    is_lost = kind is DeviceLostError
+    text = f"the GPU does not answer ({error})" if is_lost else _TEXTS.get(error.value, error)
+    return kind(f"cannot {action}: {text}")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from dra_driver.nvml.readings import (
 from dra_driver.nvml.usage_source import clock_reasons, temperature
 
 T = TypeVar("T")
-_RECOVERY_ACTION_FIELD = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
+_RECOVERY_ACTION_FIELD = pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 _GPU_RESET = 1
 _SLOWDOWNS = {0x40: "thermal", 0x80: "power"}
 _ANY_SLOWDOWN = 0x8
@@ -52,7 +52,7 @@ _ERRORS_OF_ALL = (
     ("replay", pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL),
     ("recovery", pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL),
 )
-_ERRORS_OF_LINK = (("recovery", getattr(pynvml, "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS", 215)),)
+_ERRORS_OF_LINK = (("recovery", pynvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS),)
 _SUMMARY_HEALTHY = 1
 _SUMMARIES: Mapping[int, FabricState] = {2: "broken", 3: "limited"}
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _XID = pynvml.nvmlEventTypeXidCriticalError
 _DOUBLE_BIT = pynvml.nvmlEventTypeDoubleBitEccError
-_UNAVAILABLE = getattr(pynvml, "nvmlEventTypeGpuUnavailableError", 0x4000)
-_RECOVERY_ACTION = getattr(pynvml, "nvmlEventTypeGpuRecoveryAction", 0x8000)
+_UNAVAILABLE = pynvml.nvmlEventTypeGpuUnavailableError
+_RECOVERY_ACTION = pynvml.nvmlEventTypeGpuRecoveryAction
 _WANTED = _XID | _DOUBLE_BIT | _UNAVAILABLE | _RECOVERY_ACTION
 _WHOLE_GPU = 0xFFFFFFFF
 _MAX_LEFT = 1000

@@ -22,20 +22,20 @@ from dra_driver.model.mig import GpuInstance, MigDevice, MigProfile, Partitionin
 from dra_driver.nvml.calls import Handle, collected, nvml_errors, supported
 from dra_driver.nvml.readings import FaultLog, read_gpu
 
-_COMPUTE_PROFILE_COUNT = getattr(pynvml, "NVML_COMPUTE_INSTANCE_PROFILE_COUNT", 0x9)
+_COMPUTE_PROFILE_COUNT = pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT
 # Variants of a profile size, used only if no plain profile has all multiprocessors of the GPU instance.
 _COMPUTE_VARIANTS = frozenset({0x7, 0x8})
 _SHARED_ENGINES = pynvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED
 T = TypeVar("T")
 
-_PROFILE_COUNT = getattr(pynvml, "NVML_GPU_INSTANCE_PROFILE_COUNT", 0x12)
+_PROFILE_COUNT = pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT
 _PROFILE_SUFFIX = {
     0x7: "+me", 0x8: "+me", 0xA: "+gfx", 0xB: "+gfx", 0xC: "+gfx", 0xD: "-me", 0xE: "-me",
     0xF: "+me.all", 0x10: "+me.all", 0x11: "+gfx",
 }  # fmt: skip
-_RESETLESS_MIG = getattr(pynvml, "NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED", 184)
+_RESETLESS_MIG = pynvml.NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED
 _VGPU_GUEST = pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU
-_FIRST_RESETLESS_ARCHITECTURE = getattr(pynvml, "NVML_DEVICE_ARCH_HOPPER", 9)
+_FIRST_RESETLESS_ARCHITECTURE = pynvml.NVML_DEVICE_ARCH_HOPPER
 _UNKNOWN_ARCHITECTURE = pynvml.NVML_DEVICE_ARCH_UNKNOWN
 _TRIES = 3
 _MIB = 1 << 20
@@ -257,7 +257,7 @@ def _read_mig_device(
         gpu_instance_id=gpu_instance_id,
         compute_instance_id=pynvml.nvmlDeviceGetComputeInstanceId(mig),
         profile=profile,
-        placement=Placement(int(info.placement.start), int(info.placement.size)),
+        placement=placement_of(info),
         shares_gpu_instance=shares,
     )
 
@@ -316,15 +316,13 @@ def _placements(handle: Handle, profile_id: int) -> tuple[Placement, ...]:
 
 def _profile_info(handle: Handle, number: int) -> Any:
     """Prefer version 2 of the struct, which has the NVIDIA driver's own name for the profile."""
-    try:
-        return pynvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number, version=2)
-    except pynvml.NVMLError_InvalidArgument:
-        return None
-    except pynvml.NVMLError_FunctionNotFound:
+    read = pynvml.nvmlDeviceGetGpuInstanceProfileInfo
+    with suppress(pynvml.NVMLError_InvalidArgument):
         try:
-            return pynvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number, version=1)
-        except pynvml.NVMLError_InvalidArgument:
-            return None
+            return read(handle, number, version=2)
+        except pynvml.NVMLError_FunctionNotFound:
+            return read(handle, number, version=1)
+    return None
 
 
 def _profile(info: Any, number: int, gpu: Gpu) -> MigProfile:

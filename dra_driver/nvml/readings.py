@@ -27,7 +27,7 @@ _CORES_PER_MULTIPROCESSOR = {
     (8, 9): 128, (9, 0): 128, (10, 0): 128, (10, 1): 128, (10, 3): 128, (11, 0): 128, (12, 0): 128, (12, 1): 128,
 }  # fmt: skip
 _MAX_LINKS = pynvml.NVML_NVLINK_MAX_LINKS
-_UP = frozenset({pynvml.NVML_FEATURE_ENABLED, getattr(pynvml, "NVML_NVLINK_STATE_SLEEP", 2)})
+_UP = frozenset({pynvml.NVML_FEATURE_ENABLED, pynvml.NVML_NVLINK_STATE_SLEEP})
 ABSENT, NOT_STARTED, IN_PROGRESS, COMPLETED = range(4)
 """NVML's registration states."""
 _PENDING: Final = {

@@ -365,23 +365,20 @@ class VfioSteps:
     def _make(self, moves: Iterable[Move]) -> NotAnsweredError | None:
         """Make the moves up to one that blocks; returns its error. Raises: RetryableError."""
         with only_writes():
-            return self._made(moves)
-
-    def _made(self, moves: Iterable[Move]) -> NotAnsweredError | None:
-        for move in moves:
-            limit = seconds_for("change the driver of a card", _WRITE_S)
-            try:
-                match move.action:
-                    case "override":
-                        self.cards.override(move.bus_id, move.driver, limit)
-                    case "unbind":
-                        self.cards.unbind(move.bus_id, limit)
-                    case "probe":
-                        self.cards.probe(move.bus_id, limit)
-                    case "bind":
-                        self.cards.bind(move.bus_id, move.driver or "", limit)
-            except NotAnsweredError as error:
-                return error
+            for move in moves:
+                limit = seconds_for("change the driver of a card", _WRITE_S)
+                try:
+                    match move.action:
+                        case "override":
+                            self.cards.override(move.bus_id, move.driver, limit)
+                        case "unbind":
+                            self.cards.unbind(move.bus_id, limit)
+                        case "probe":
+                            self.cards.probe(move.bus_id, limit)
+                        case "bind":
+                            self.cards.bind(move.bus_id, move.driver or "", limit)
+                except NotAnsweredError as error:
+                    return error
         return None
 
     def _wait_for_write(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:

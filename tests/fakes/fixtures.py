@@ -31,3 +31,18 @@ def h100(make_memory_path: Callable[[], Path]) -> Iterator[SimulatedNode]:
     made = SimulatedNode("dgx-h100", make_memory_path())
     yield made
     made.close()
+
+
+@pytest.fixture
+def machine(memory_path: Path) -> Iterator[Callable[[str], SimulatedNode]]:
+    """Create simulated machines, and restore the binding after the test."""
+    made: list[SimulatedNode] = []
+
+    def make(name: str) -> SimulatedNode:
+        made.append(SimulatedNode(name, memory_path / str(len(made))))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.machine.clear_faults()
+        node.close()

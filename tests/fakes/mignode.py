@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.errors import NvmlTransientError
-from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.mode import MigContext, MigHolders, MigMode
-from dra_driver.mig.offer import LedgerOwnership
+from dra_driver.mig.offer import MigOwnership
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice
@@ -97,7 +96,7 @@ class MigNode(Journaled):
         self.countdown = Countdown()
         self.hardware = MigHardware(nullcontext)
         self.open_journal(directory, boot_id, self.countdown.counted, self.clock)
-        self.ownership = LedgerOwnership(self.ledger)
+        self.ownership = MigOwnership(self.ledger)
         self.users = MigHolders(
             self.records, lambda: [name for names in self.lost.values() for name in names]
         )
@@ -124,10 +123,6 @@ class MigNode(Journaled):
 
     def without_record(self) -> Collection[str]:
         return self.lost
-
-    def loop(self) -> Cleaner:
-        """The cleanup loop, with the node's clock."""
-        return Cleaner(self.ledger, self.lanes, self.runner, restorers=[self.mode], clock=self.clock)
 
     def restarted(self, **options: Any) -> MigNode:
         return MigNode(self.simulated, self.directory, **{"boot_id": self.boot_id, **options})

@@ -22,6 +22,7 @@ from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting import Waiter, WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
+from dra_driver.host.device_nodes import LstatDeviceNodeReader
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.inventory.maintenance_step import MaintenanceSteps
 from dra_driver.journal.executor import StepDispatcher
@@ -211,7 +212,7 @@ def claims_of(
         cleaner=node.cleaner,
         lookup=node.claims,
         users=users,
-        extra_devices=ExtraDeviceFinder(HostPaths(), no_programs),
+        extra_devices=ExtraDeviceFinder(HostPaths(), no_programs, nodes=LstatDeviceNodeReader()),
         observer=node.outcomes,
         pods_run=lambda _record: None,
         find_node=lambda: None,

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from dra_driver.errors import DriverGoneError, NvmlUnavailableError, RetryableError, StateError
+from dra_driver.host import libraries
 from dra_driver.host.driver_programs import InstalledPrograms, find_program
 from dra_driver.host.driver_root import DriverRoot, find_nvml_library
 from dra_driver.host.rooted_tree import RootedTree
@@ -36,20 +37,21 @@ from tests.host.trees import (
 HOST_ROOT = "/run/nvidia/driver"
 
 
+@pytest.fixture(autouse=True)
+def _of_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run on the parameter `machine`, otherwise on x86_64."""
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    monkeypatch.setattr(libraries, "MACHINE", parameters.get("machine", "x86_64"))
+
+
 @pytest.fixture
 def nodes(tmp_path: Path) -> FakeNodes:
     return driver_root(tmp_path)
 
 
-def root_at(
-    path: Path,
-    nodes: FakeNodes,
-    hook: str | None = None,
-    host_root: str = HOST_ROOT,
-    machine: str = os.uname().machine,
-) -> DriverRoot:
+def root_at(path: Path, nodes: FakeNodes, host_root: str = HOST_ROOT) -> DriverRoot:
     paths = HostPaths(str(path), host_root, proc=str(path / "proc"), sys=str(path / "sys"))
-    return DriverRoot(paths, nodes=nodes, hook=hook, machine=machine)
+    return DriverRoot(paths, nodes=nodes)
 
 
 def scan(path: Path, nodes: FakeNodes, version: str | None = VERSION) -> DriverFiles:
@@ -199,7 +201,7 @@ def test_a_library_behind_links_is_left_out_when_it_is_made_for_another_architec
     put_elf_libraries(tmp_path, package, "aarch64")
     reported = rf"because this machine is x86_64: for example, {package}/libcuda\S* is for aarch64"
     with pytest.raises(RetryableError, match=reported):
-        root_at(tmp_path, nodes, machine="x86_64").scan(VERSION)
+        scan(tmp_path, nodes)
 
 
 def test_nothing_outside_is_found_when_a_link_leads_out_of_the_root(tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ def test_libraries_of_another_architecture_are_left_out_with_one_note(
     for directory, made_for in ((own, machine), (foreign, other)):
         put(tmp_path, f"{directory}/nvidia/xorg/nvidia_drv.so").write_bytes(elf(made_for))
         put(tmp_path, f"{directory}/vdpau/libvdpau_nvidia.so.{VERSION}").write_bytes(elf(made_for))
-    files = root_at(tmp_path, nodes, machine=machine).scan(VERSION)
+    files = scan(tmp_path, nodes)
     assert files.version == VERSION
     assert files.library_dirs == (own, f"{own}/vdpau")
     assert f"{own}/nvidia/xorg/nvidia_drv.so" in containers(files.configs)
@@ -259,7 +261,7 @@ def test_library_of_another_architecture_among_ours_is_omitted(
     nodes = driver_root(tmp_path, directory="/usr/lib64")
     put_elf_libraries(tmp_path, "/usr/lib64", machine)
     put(tmp_path, f"/usr/lib64/libcudadebugger.so.{VERSION}").write_bytes(elf(other))
-    files = root_at(tmp_path, nodes, machine=machine).scan(VERSION)
+    files = scan(tmp_path, nodes)
     left_out = set(LIBRARIES) - {
         path.rpartition("/")[2].partition(".")[0] for path in containers(files.libraries)
     }
@@ -274,8 +276,8 @@ def test_an_older_driver_of_another_architecture_does_not_decide_the_version(
     nodes = driver_root(tmp_path, directory=f"/usr/lib/{machine}-linux-gnu")
     put_elf_libraries(tmp_path, f"/usr/lib/{machine}-linux-gnu", machine)
     put_elf_libraries(tmp_path, "/usr/lib64", other, "550.54.15")
-    assert root_at(tmp_path, nodes, machine=machine).scan(None).version == VERSION
-    found = find_nvml_library(str(tmp_path), machine)
+    assert scan(tmp_path, nodes, None).version == VERSION
+    found = find_nvml_library(str(tmp_path))
     assert found == f"{tmp_path}/usr/lib/{machine}-linux-gnu/libnvidia-ml.so.{VERSION}"
 
 
@@ -288,16 +290,16 @@ def test_a_driver_of_another_architecture_alone_is_an_error_that_says_so(
     put_elf_libraries(tmp_path, directory, other)
     reported = rf"because this machine is {machine}: .*{directory}/lib.*install the NVIDIA driver"
     with pytest.raises(RetryableError, match=reported):
-        root_at(tmp_path, nodes, machine=machine).scan(VERSION)
+        scan(tmp_path, nodes)
     with pytest.raises(NvmlUnavailableError, match=reported):
-        find_nvml_library(str(tmp_path), machine)
+        find_nvml_library(str(tmp_path))
 
 
 def test_a_library_that_is_not_an_elf_file_is_of_every_architecture(tmp_path: Path) -> None:
     """Such as those of a simulated machine, or a file that is still being written."""
     nodes = driver_root(tmp_path, directory="/usr/lib/aarch64-linux-gnu")
     put(tmp_path, f"/usr/lib/aarch64-linux-gnu/libnvcuvid.so.{VERSION}").write_bytes(elf("x86_64")[:12])
-    files = root_at(tmp_path, nodes, machine="x86_64").scan(VERSION)
+    files = scan(tmp_path, nodes)
     assert (len(files.libraries), files.notes) == (len(LIBRARIES), ())
 
 
@@ -390,26 +392,20 @@ def test_linkers_look_where_the_directory_or_else_the_machine_says(
     nodes = driver_root(tmp_path, directory=directory)
     put(tmp_path, "/etc/ld.so.cache", f"{directory}/libcuda.so.1\0")
     named = "x86_64" if "x86_64" in directory else machine
-    files = root_at(tmp_path, nodes, machine=machine).scan(VERSION)
+    files = scan(tmp_path, nodes)
     assert files.linker_dirs == (f"/usr/lib/{named}-linux-gnu", "/usr/lib64")
 
 
-def test_linkers_look_where_this_machine_does_when_the_library_says_nothing(tmp_path: Path) -> None:
-    nodes = driver_root(tmp_path, directory="/usr/lib64")
-    assert scan(tmp_path, nodes).linker_dirs[0] == f"/usr/lib/{os.uname().machine}-linux-gnu"
-
-
 @pytest.fixture
-def no_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables the cache, as for calls with some time between them."""
-    monkeypatch.setattr("dra_driver.host.driver_root._FRESH_S", 0.0)
-
-
-@pytest.mark.usefixtures("no_bursts")
-def test_a_hook_that_comes_to_the_hosts_root_is_seen(tmp_path: Path) -> None:
+def next_to_a_host(tmp_path: Path) -> DriverRoot:
+    """A driver root without a hook, next to the host's root."""
     nodes = driver_root(tmp_path / "driver", hook=False)
     paths = HostPaths(str(tmp_path / "driver"), HOST_ROOT, host_root=str(tmp_path / "host"))
-    root = DriverRoot(paths, nodes=nodes)
+    return DriverRoot(paths, nodes)
+
+
+def test_a_hook_that_comes_to_the_hosts_root_is_seen(tmp_path: Path, next_to_a_host: DriverRoot) -> None:
+    root = next_to_a_host
     assert root.files(VERSION).hook is None
     age(tmp_path)
     assert root.files(VERSION) is root.files(VERSION)
@@ -419,13 +415,10 @@ def test_a_hook_that_comes_to_the_hosts_root_is_seen(tmp_path: Path) -> None:
     assert files.hook_verbs == HOOK_VERBS
 
 
-@pytest.mark.usefixtures("no_bursts")
 def test_a_hook_that_was_slow_once_is_queried_again_though_no_file_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, next_to_a_host: DriverRoot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = driver_root(tmp_path / "driver", hook=False)
-    paths = HostPaths(str(tmp_path / "driver"), HOST_ROOT, host_root=str(tmp_path / "host"))
-    root = DriverRoot(paths, nodes=nodes)
+    root = next_to_a_host
     put_hook(tmp_path / "host", "/usr/local/nvidia/toolkit/nvidia-cdi-hook")
     age(tmp_path)
     with monkeypatch.context() as slow:
@@ -477,7 +470,6 @@ def test_the_fingerprint_changes_with_the_file_system(
     assert root.fingerprint() != before
 
 
-@pytest.mark.usefixtures("no_bursts")
 def test_files_are_scanned_again_only_when_something_changed(
     tmp_path: Path, nodes: FakeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,7 +585,7 @@ def test_system_without_a_supported_driver_is_named(
         put(root, path)
     for path, target in links.items():
         link(root, path, target)
-    installation = root_at(root, nodes, host_root="/", machine=machine)
+    installation = root_at(root, nodes, host_root="/")
     for version in ("595.71", None):
         assert installation.problem(version) == says
 

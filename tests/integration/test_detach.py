@@ -14,7 +14,7 @@ import pytest
 
 from dra_driver.claims import lifecycle
 from dra_driver.claims.waiting import WaitTimeouts
-from dra_driver.inventory.detachment import Detachments, nvml_pause
+from dra_driver.inventory.detachment import Detachments, nvml_paused
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
 from tests.integration.test_process import call
@@ -60,7 +60,7 @@ def test_a_gpu_is_reset_while_the_driver_is_detached(node: Node, detach: Callabl
 def test_doctor_opens_no_nvml_during_a_pause_and_says_what_to_do_if_it_stays(node: Node) -> None:
     assert node.driver is not None
     session = node.driver.discovery.nvml.session
-    with nvml_pause(session, Detachments(node.plugin_dir, None))("tests", lambda: 10.0):
+    with nvml_paused(session, Detachments(node.plugin_dir, None), "tests", lambda: 10.0):
         report = json.loads(call("doctor", "-o", "json", *node.machine_flags).stdout)
     [found] = [one for one in report["checks"] if one["check"] == "NVML"]
     assert found["seen"] == "NVML is closed for a moment, so that a GPU can be changed"

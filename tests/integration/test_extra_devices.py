@@ -29,7 +29,6 @@ NOT_FOR_HOURS = 0.3
 @pytest.fixture
 def tray(make_node: Make, monkeypatch: pytest.MonkeyPatch) -> Node:
     monkeypatch.setattr(imex, "_TIMEOUT_S", NOT_FOR_HOURS)
-    monkeypatch.setattr(imex, "_FRESH_S", 0.0)
     return make_node(TRAY)
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from dra_driver.app.daemon import Driver
 from dra_driver.health import poller
-from dra_driver.host import imex
 from dra_driver.model.claim import ClaimRef
 from dra_driver.nvml.reader import NvmlReader
 from tests.fakes.waiting import PATIENCE_S, eventually
@@ -32,8 +31,7 @@ IN_A_WHILE = 1000.0
 
 
 @pytest.fixture
-def tray(make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> Node:
-    monkeypatch.setattr(imex, "_FRESH_S", 0.0)
+def tray(make_node: Callable[..., Node]) -> Node:
     return make_node(TRAY)
 
 

@@ -1,3 +1,3 @@
-from tests.fakes.fixtures import h100, logs, node
+from tests.fakes.fixtures import h100, logs, machine, node
 
-__all__ = ["h100", "logs", "node"]
+__all__ = ["h100", "logs", "machine", "node"]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from dra_driver.errors import (
 from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.inventory import detachment
 from dra_driver.inventory import discovery as discovery_module
-from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml_pause
+from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml_paused
 from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.model.claim import ClaimRef
@@ -152,7 +152,7 @@ def test_detach_that_fails_late_leaves_the_file_of_a_claim_that_began_meanwhile(
 
 @pytest.mark.parametrize("content", ["torn", None])
 def test_damaged_file_is_removed_but_not_the_one_that_a_claim_wrote_meanwhile(
-    detachments: Detachments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+    detachments: Detachments, tmp_path: Path, content: str | None
 ) -> None:
     file = tmp_path / "detach.json"
     if content is not None:
@@ -306,7 +306,6 @@ def test_end_leaves_the_file_of_a_maintenance_claim_with_its_time_over(
     clock.now += 100
     detachments.end()
     found = detachments.written()
-    assert found is not None
     assert (detachments.now(), found.claim, found.gpu_uuids) == (None, RESET, ("GPU-1",))
     assert found.until_s == clock.now
     assert found.until <= made.until
@@ -392,10 +391,8 @@ def test_a_directory_that_is_not_there_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[SimulatedNode]:
-    made = SimulatedNode("dgx-h100", tmp_path / "machine")
-    yield made
-    made.close()
+def node(machine: Callable[[str], SimulatedNode]) -> SimulatedNode:
+    return machine("dgx-h100")
 
 
 def test_gpus_are_named_as_people_name_them(node: SimulatedNode) -> None:
@@ -485,7 +482,6 @@ def test_a_failure_leaves_what_others_requested(detachments: Detachments, clock:
     with pytest.raises(ClaimsInTheWayError):
         detach(detachments, 600, meanwhile)
     found = detachments.now()
-    assert found is not None
     assert found.until_s == clock.now + 120, "another command has asked since"
 
 
@@ -499,18 +495,15 @@ def test_nvidia_smi_does_not_run_in_between(detachments: Detachments) -> None:
 
 
 def test_discovery_releases_and_reopens_nvml(
-    node: SimulatedNode, tmp_path: Path, detachments: Detachments, clock: Clock
+    node: SimulatedNode,
+    tmp_path: Path,
+    detachments: Detachments,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("dra_driver.nvml.session._PATIENCE_S", 0.1)
     received: list[str] = []
-
-    def receive(what: str) -> Callable[[], None]:
-        return lambda: received.append(what)
-
-    mark = UseMark(tmp_path / LOCK_FILE)
-    reader = NvmlReader(lambda: SimulatedLibrary(node.machine), mark=mark)
-    discovery = Discovery(
-        reader, node.host, receive("change"), receive("reload"), None, receive("hardware"), detachments
-    )
+    reader, discovery = instance(node, tmp_path, detachments, received)
     discovery.scan_now(5)
     assert (detachments.is_nvml_open(), received) == (True, ["change", "reload"])
     made = detachments.begin(60)
@@ -522,7 +515,6 @@ def test_discovery_releases_and_reopens_nvml(
     received.clear()
     discovery.scan_now(5)
     assert (detachments.is_nvml_open(), discovery.unavailable()) == (False, made.problem)
-    assert discovery.inventory is not None
     assert (list(discovery.inventory.every_gpu), received) == ([], ["change"])
     with pytest.raises(NvmlUnavailableError, match="NVML is closed until"), reader.session.kept_open():
         pass
@@ -543,106 +535,58 @@ def instance(
     node: SimulatedNode, directory: Path, detachments: Detachments, received: list[str]
 ) -> tuple[NvmlReader, Discovery]:
     """What an instance of the plugin has of all this."""
-
-    def receive(what: str) -> Callable[[], None]:
-        return lambda: received.append(what)
-
     load = detachments.guarded(lambda: SimulatedLibrary(node.machine))
     reader = NvmlReader(load, mark=UseMark(directory / LOCK_FILE))
-    discovery = Discovery(
-        reader,
-        node.host,
-        receive("change"),
-        receive("reload"),
-        None,
-        receive("hardware"),
-        detachments,
-    )
+    change, reload, hardware = (partial(received.append, what) for what in ("change", "reload", "hardware"))
+    discovery = Discovery(reader, node.host, change, reload, None, hardware, detachments)
     return reader, discovery
 
 
-STANDS_BY = """
-import json, structlog, sys
+PAUSES = """
+import sys
 from pathlib import Path
-from dra_driver.base.file_lock import UseMark
-from dra_driver.host.sysfs import Sysfs
-from dra_driver.inventory import discovery as module
-from dra_driver.inventory.detachment import LOCK_FILE, Detachments
-from dra_driver.model.claim import ClaimRef
-from dra_driver.model.maintenance import Detachment
-from dra_driver.nvml.reader import NvmlReader
-from dra_driver.simulator import SimulatedLibrary, open_machine
+from dra_driver.inventory.detachment import Detachments
 
-structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-module._CHECK_EVERY_S = 0.01
-directory, machine = Path(sys.argv[1]), open_machine(Path(sys.argv[2]))
-root, heard = str(machine.host_root), []
-detachments = Detachments(directory, "boot-1")
-reader = NvmlReader(detachments.guarded(lambda: SimulatedLibrary(machine)), mark=UseMark(directory / LOCK_FILE))
-view = Sysfs(f"{root}/sys", f"{root}/proc")
-tells = [lambda what=what: heard.append(what) for what in ("change", "reload", "hardware")]
-discovery = module.Discovery(
-    reader, view, tells[0], tells[1], None, tells[2], detachments
-)
-discovery.start()
-for _ in sys.stdin:
-    found = discovery.inventory
-    told = {"gpus": found and len(found.every_gpu), "problem": discovery.unavailable(), "heard": heard}
-    print(json.dumps(told | {"open": reader.session.is_open}), flush=True)
-discovery.stop()
+with Detachments(Path(sys.argv[1]), "boot-1").pause("changes GPU-7"):
+    sys.stdin.read()
 """
 
 
-class StandsBy:
-    """A process that stands by."""
-
-    def __init__(self, directory: Path, machine: Path) -> None:
-        command = [sys.executable, "-c", STANDS_BY, str(directory), str(machine)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def state(self) -> dict[str, object]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
-
-    def stop(self) -> None:
-        self._process.communicate(timeout=PATIENCE_S)
+@contextmanager
+def paused_elsewhere(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that keeps NVML closed."""
+    command = [sys.executable, "-u", "-c", PAUSES, str(directory)]
+    made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert "nvml_paused" in made.stdout.readline()
+    yield made
+    made.kill()
+    made.communicate()
 
 
 @pytest.fixture
-def other(node: SimulatedNode, tmp_path: Path) -> Iterator[StandsBy]:
-    made = StandsBy(tmp_path, node.machine.directory)
-    yield made
-    made.stop()
+def pausing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    with paused_elsewhere(tmp_path) as made:
+        yield made
 
 
-def test_all_processes_close_nvml_for_a_moment_and_keep_their_devices(
-    node: SimulatedNode,
-    tmp_path: Path,
-    worker: Detachments,
-    other: StandsBy,
-    monkeypatch: pytest.MonkeyPatch,
+def test_process_closes_nvml_during_a_pause_of_another_one_and_keeps_its_devices(
+    node: SimulatedNode, tmp_path: Path, detachments: Detachments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery_module, "_CHECK_EVERY_S", 0.01)
     received: list[str] = []
-    reader, discovery = instance(node, tmp_path, worker, received)
+    _, discovery = instance(node, tmp_path, detachments, received)
     discovery.start()
     known = ["change", "reload"]
-    eventually(lambda: other.state()["heard"] == received == known)
+    eventually(lambda: received == known)
     gone = node.machine.gpu(7)
-    with nvml_pause(reader.session, worker)("tests", lambda: 20.0):
-        assert (node.machine.clients(with_own=True), worker.is_nvml_open()) == ([], False)
-        assert other.state() == {"gpus": 8, "problem": None, "heard": known, "open": False}
+    with paused_elsewhere(tmp_path):
+        eventually(lambda: not detachments.is_nvml_open())
+        assert node.machine.clients(with_own=True) == []
         node.machine.give_to(7, "vfio-pci")
-        assert discovery.unavailable() is None
-        assert discovery.inventory is not None
-        assert len(discovery.inventory.gpus) == 8
-    reported = [*known, "change", "hardware"]
-    eventually(lambda: other.state() == {"gpus": 7, "problem": None, "heard": reported, "open": True})
-    eventually(lambda: received == reported)
+        assert (discovery.unavailable(), len(discovery.inventory.gpus), received) == (None, 8, known)
+    eventually(lambda: received == [*known, "change", "hardware"])
     assert gone.uuid not in {gpu.uuid for gpu in discovery.inventory.every_gpu}, "neither shown nor lost"
-    assert len(node.machine.clients(with_own=True)) == 2
+    assert (len(discovery.inventory.gpus), detachments.is_nvml_open()) == (7, True)
     discovery.stop()
 
 
@@ -695,7 +639,7 @@ def test_hanging_change_ends_the_pause_and_others_continue(
     reader, discovery = instance(node, tmp_path, detachments, [])
     discovery.scan_now(5)
     logs.clear()
-    closed = nvml_pause(reader.session, detachments)
+    closed = partial(nvml_paused, reader.session, detachments)
     with pytest.raises(RetryableError, match="unbind hangs"), closed("unbinds", lambda: 5.0):
         raise RetryableError("unbind hangs")
     with reader.session.operation(lambda: 0.0):
@@ -710,7 +654,7 @@ def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_no_one_from_them(
 ) -> None:
     reader, _ = instance(node, tmp_path, detachments, [])
     reader.reopen()
-    closed, session = nvml_pause(reader.session, detachments), reader.session
+    closed, session = partial(nvml_paused, reader.session, detachments), reader.session
     uses: list[Callable[[], AbstractContextManager[object]]] = [
         lambda: session.operation(lambda: 0.0),
         lambda: detachments.using_nvml(0.0),
@@ -759,28 +703,6 @@ def test_no_pause_begins_while_the_node_is_detached(detachments: Detachments) ->
         pytest.fail("it began")
 
 
-PAUSES = """
-import sys
-from pathlib import Path
-from dra_driver.inventory.detachment import Detachments
-
-with Detachments(Path(sys.argv[1]), "boot-1").pause("changes GPU-7"):
-    sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def pausing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that keeps NVML closed."""
-    command = [sys.executable, "-u", "-c", PAUSES, str(tmp_path)]
-    made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert made.stdout is not None
-    assert "nvml_paused" in made.stdout.readline()
-    yield made
-    made.kill()
-    made.communicate()
-
-
 def test_pause_of_another_process_ends_although_it_is_killed_and_still_a_zombie(
     detachments: Detachments, pausing: subprocess.Popen[str]
 ) -> None:
@@ -807,7 +729,7 @@ def test_worker_ignores_a_pause_that_another_process_left(
     assert (discovery.unavailable(), worker.problem(), reader.session.is_open) == (None, None, True)
     with worker.using_nvml(0.0):
         assert detachments.paused()
-    with nvml_pause(reader.session, worker)("tests", lambda: 0.0):
+    with nvml_paused(reader.session, worker, "tests", lambda: 0.0):
         assert not worker.is_nvml_open()
         with pytest.raises(NvmlPausedError), worker.using_nvml(0.0):
             pytest.fail("nvidia-smi ran during a pause of its own process")

@@ -13,7 +13,7 @@ from dra_driver.base.json_store import UnreadableFile
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import LedgerEntry
-from dra_driver.mig.offer import LedgerOwnership
+from dra_driver.mig.offer import MigOwnership
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.gpu import FunctionBefore, OwnedCard, SettingBefore
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
@@ -121,7 +121,7 @@ def test_reboot_makes_everything_void_and_the_next_write_removes_it(
 def test_removed_detail_is_remembered_for_some_time(ledger: Ledger, clock: Clock) -> None:
     """A reading of the hardware may have begun before the removal."""
     here, there, old = (GpuInstance(7 + start, 19, Placement(start, 1)) for start in (0, 3, 5))
-    ours = LedgerOwnership(ledger)
+    ours = MigOwnership(ledger)
 
     def foreign() -> set[GpuInstance]:
         return set(ours.foreign_instances(GPU, (here, there, old)))
@@ -148,9 +148,9 @@ def test_instance_is_withheld_while_its_undo_fails(ledger: Ledger) -> None:
     failures: list[tuple[str | None, list[bool]]] = [(None, []), ("in use", [True])]
     for cause, withheld in failures:
         ledger.change([LedgerEntry(ClaimRef("ns", "ended", "uid-7"), "boot-1", step, 1, cause)], ())
-        found = LedgerOwnership(ledger).foreign_instances(GPU, there)
+        found = MigOwnership(ledger).foreign_instances(GPU, there)
         assert [one.leaving for one in found] == withheld
-        assert LedgerOwnership(ledger, all_undone=True).foreign_instances(GPU, there) == ()
+        assert MigOwnership(ledger, all_undone=True).foreign_instances(GPU, there) == ()
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 
 from dra_driver.model.inventory import DynamicMigDevice
-from tests.fakes.fixtures import h100, logs
+from tests.fakes.fixtures import h100, logs, machine
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle
 
-__all__ = ["h100", "logs"]
+__all__ = ["h100", "logs", "machine"]
 
 
 @pytest.fixture

@@ -48,7 +48,6 @@ class Silicon:
 
     def create(self, slot: Slot) -> None:
         row = mig.profile_by_id(self.model, slot[0])
-        assert row is not None
         mig.create_gpu_instance(self.gpu, self.model, row.id, (slot[1], row.size))
 
     def destroy(self, slot: Slot) -> None:

@@ -22,7 +22,6 @@ from dra_driver.host.gpu_nodes import MigCaps
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
 from dra_driver.model.plan import Plan
 from dra_driver.model.steps import WriteCdiSpec
-from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import in_threads
 from tests.fakes.samples import claim, hold, record
@@ -133,29 +132,23 @@ def test_busy_gpu_keeps_its_mode_and_the_mode_stays_unowned(node: MigNode, small
     assert node.state() == UNTOUCHED
 
 
-def test_ampere_gpu_does_not_change_its_mode_with_the_next_reset(tmp_path: Path) -> None:
-    a100 = SimulatedNode("dgx-a100-40gb", tmp_path / "machine")
-    try:
-        make_idle(a100, mig_mode=False)
-        node = MigNode(a100, tmp_path)
-        node.machine.hold_gpu(0, 4711, "python3")
-        with pytest.raises(DeviceBusyError):
-            node.prepare(node.wanted("1g.5gb", 3))
-        assert (node.state(), node.machine.gpu(0).mig_pending) == (UNTOUCHED, 0)
-    finally:
-        a100.close()
+def test_ampere_gpu_does_not_change_its_mode_with_the_next_reset(machine: Any, tmp_path: Path) -> None:
+    a100 = machine("dgx-a100-40gb")
+    make_idle(a100, mig_mode=False)
+    node = MigNode(a100, tmp_path)
+    node.machine.hold_gpu(0, 4711, "python3")
+    with pytest.raises(DeviceBusyError):
+        node.prepare(node.wanted("1g.5gb", 3))
+    assert (node.state(), node.machine.gpu(0).mig_pending) == (UNTOUCHED, 0)
 
 
-def test_gpu_without_mig_is_refused(tmp_path: Path) -> None:
-    t4 = SimulatedNode("t4-4", tmp_path / "machine")
-    try:
-        t4.session.reopen()
-        node = MigNode(t4, tmp_path)
-        with pytest.raises(ClaimRefusedError, match="does not support MIG"):
-            node.mode.enter(node.address)
-        assert node.ledger.details(OwnedMode) == []
-    finally:
-        t4.close()
+def test_gpu_without_mig_is_refused(machine: Any, tmp_path: Path) -> None:
+    t4 = machine("t4-4")
+    t4.session.reopen()
+    node = MigNode(t4, tmp_path)
+    with pytest.raises(ClaimRefusedError, match="does not support MIG"):
+        node.mode.enter(node.address)
+    assert node.ledger.details(OwnedMode) == []
 
 
 # --- somebody else's ---------------------------------------------------------------------------

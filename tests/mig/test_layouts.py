@@ -51,7 +51,6 @@ def instance(key: str, number: int, profile: str, start: int) -> GpuInstance:
 def test_every_generated_layout_fits_every_product(key: str) -> None:
     for name in generated_names(TABLES[key]):
         entry = entry_for(name, {}, 0, None, TABLES[key])
-        assert entry is not None
         assert built(key, entry) == sum(entry.counts.values()), name
         assert bool(entry.counts) == (name not in ("all-disabled", "all-enabled"))
 
@@ -59,7 +58,6 @@ def test_every_generated_layout_fits_every_product(key: str) -> None:
 @tabled("name", "counts")
 def test_names_of_an_h100_mean_what_they_mean_to_mig_parted(name: str, counts: dict[str, int]) -> None:
     entry = entry_for(name, {}, 3, None, TABLES[H100])
-    assert entry is not None
     assert entry.mode
     assert dict(entry.counts) == counts
 

@@ -20,7 +20,6 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuLayout, LayoutEntry, MigLayouts, OwnedInstance, OwnedMode
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import StartMaintenance
-from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle
 from tests.fakes.preparing import Crash
 from tests.fakes.samples import bound
@@ -99,6 +98,15 @@ class Layouts:
         self.labels = {"nvidia.com/mig.config": name}
 
 
+@pytest.fixture
+def labelled(node: MigNode) -> Layouts:
+    """The label of the node decides, and `mixed` is applied."""
+    layouts = Layouts(node, MigLayouts(MIXED.named, from_label=True))
+    layouts.label("mixed")
+    layouts.settle()
+    return layouts
+
+
 def hold(node: MigNode, device: str = "gpu-0", uid: str = "uid-1", **more: Any) -> None:
     held = HeldDevice(**{"device": device, "kind": "gpu", "uuid": "u", "gpu_uuid": node.gpu_uuid, **more})
     node.records.save(ClaimRecord(a_claim(device, uid=uid), "prepared", node.boot_id, (held,), ()))
@@ -119,7 +127,6 @@ def profiles(node: MigNode) -> list[int]:
 def test_a_gpu_is_tainted_first_then_cut_and_then_left_alone(node: MigNode) -> None:
     layouts = Layouts(node)
     state = layouts.look()
-    assert state is not None
     assert (state.state, node.on_gpu()) == ("waiting", (False, []))
     node.clock.pause(TAINTED_FIRST_S - 0.1)
     layouts.look()
@@ -188,52 +195,43 @@ def test_claim_with_admin_access_does_not_hold_a_gpu_and_a_lost_claim_does(node:
     assert layouts.settle().state == "applied"
 
 
-def test_a_process_on_an_instance_keeps_it(node: MigNode) -> None:
-    layouts = Layouts(node, MigLayouts(MIXED.named, from_label=True))
-    layouts.label("mixed")
-    layouts.settle()
+def test_a_process_on_an_instance_keeps_it(node: MigNode, labelled: Layouts) -> None:
     before = slots(node)
     number = node.machine.gpu(0).instances[0].id
     node.machine.hold_gpu(0, pid=4711, name="train", gpu_instance=number)
-    layouts.label("all-disabled")
-    state = layouts.settle()
+    labelled.label("all-disabled")
+    state = labelled.settle()
     assert state.state == "waiting"
     assert "4711" in state.text
     assert set(slots(node)) <= set(before)
     node.machine.release_gpu(0)
-    assert layouts.settle().state == "applied"
+    assert labelled.settle().state == "applied"
     assert node.on_gpu() == (False, [])
 
 
-def test_layout_that_does_not_fit_is_refused_without_a_change(node: MigNode) -> None:
-    layouts = Layouts(node, MigLayouts(MIXED.named, from_label=True))
-    layouts.label("mixed")
-    layouts.settle()
+def test_layout_that_does_not_fit_is_refused_without_a_change(node: MigNode, labelled: Layouts) -> None:
     before = node.state()
     for name, text in (("too-much", "2 x 3g.40gb"), ("nothing", "unknown layout 'nothing'")):
-        layouts.label(name)
-        state = layouts.settle()
+        labelled.label(name)
+        state = labelled.settle()
         assert state.state == "refused"
         assert text in state.text
     assert node.state() == before
 
 
-def test_a_label_that_flips_back_half_way_keeps_what_still_fits(node: MigNode) -> None:
-    layouts = Layouts(node, MigLayouts(MIXED.named, from_label=True))
-    layouts.label("mixed")
-    layouts.settle()
+def test_a_label_that_flips_back_half_way_keeps_what_still_fits(node: MigNode, labelled: Layouts) -> None:
     three = next(entry.uuid for entry in node.ledger.details(OwnedInstance) if entry.profile_id == THREE)
-    layouts.label("other")
-    layouts.look()
+    labelled.label("other")
+    labelled.look()
     node.clock.pause(TAINTED_FIRST_S)
     with node.dying_after(3), pytest.raises(Crash):
-        layouts.look()
-    layouts.label("mixed")
-    assert layouts.settle().state == "applied"
+        labelled.look()
+    labelled.label("mixed")
+    assert labelled.settle().state == "applied"
     assert profiles(node) == [THREE, ONE, ONE]
     assert three in {entry.uuid for entry in node.ledger.details(OwnedInstance)}
-    layouts.labels = {}
-    assert layouts.look() is None
+    labelled.labels = {}
+    assert labelled.look() is None
     node.work_off()
     assert profiles(node) == [THREE, ONE, ONE]
 
@@ -335,35 +333,34 @@ def test_a_death_after_any_change_ends_where_an_uninterrupted_one_does(
     assert all(entry.is_of_layout and entry.phase == "created" for entry in entries)
 
 
-def test_a_gpu_that_needs_a_reset_says_so_and_is_cut_after_it(make_memory_path: Any, tmp_path: Path) -> None:
-    simulated = SimulatedNode("dgx-a100-40gb", make_memory_path())
-    try:
-        make_idle(simulated, mig_mode=False)
-        simulated.machine.set_gpu(0, virtualization=1)
-        node = MigNode(simulated, tmp_path)
-        wanted = MigLayouts({}, "all-balanced")
-        layouts = Layouts(node, wanted)
-        for _ in range(2):
-            state = layouts.settle()
-            assert state.state == "waiting"
-            assert "--gpu-reset" in state.text
-        assert node.reported_modes == [("mode-on", node.gpu_uuid, "RetryableError")]
-        node.machine.reboot()
-        simulated.session.reopen()
-        after = node.restarted(boot_id="boot-2")
-        assert Layouts(after, wanted).settle().state == "applied"
-        assert len(slots(node)) == 4
-    finally:
-        simulated.close()
+def test_a_gpu_that_needs_a_reset_says_so_and_is_cut_after_it(machine: Any, tmp_path: Path) -> None:
+    simulated = machine("dgx-a100-40gb")
+    make_idle(simulated, mig_mode=False)
+    simulated.machine.set_gpu(0, virtualization=1)
+    node = MigNode(simulated, tmp_path)
+    wanted = MigLayouts({}, "all-balanced")
+    layouts = Layouts(node, wanted)
+    for _ in range(2):
+        state = layouts.settle()
+        assert state.state == "waiting"
+        assert "--gpu-reset" in state.text
+    assert node.reported_modes == [("mode-on", node.gpu_uuid, "RetryableError")]
+    node.machine.reboot()
+    simulated.session.reopen()
+    after = node.restarted(boot_id="boot-2")
+    assert Layouts(after, wanted).settle().state == "applied"
+    assert len(slots(node)) == 4
 
 
-def test_a_prepare_is_not_planned_while_its_gpu_changes(node: MigNode) -> None:
+def test_a_prepare_is_not_planned_while_its_gpu_changes(
+    node: MigNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.mig.layouts._PLANNING_S", 0.1)
     layouts = Layouts(node)
     layouts.look()
     node.clock.pause(TAINTED_FIRST_S)
     with layouts.planning.hold(1):
         state = layouts.look()
-    assert state is not None
     assert state.state == "waiting"
     assert node.on_gpu() == (False, [])
 

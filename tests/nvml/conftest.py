@@ -1,12 +1,11 @@
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.fakes.fixtures import h100, logs
+from tests.fakes.fixtures import h100, logs, machine
 from tests.fakes.machines import SimulatedNode
 
-__all__ = ["h100", "logs"]
+__all__ = ["h100", "logs", "machine"]
 
 
 @pytest.fixture
@@ -17,14 +16,18 @@ def dgx(h100: SimulatedNode) -> SimulatedNode:
 
 
 @pytest.fixture
-def machine(memory_path: Path) -> Iterator[Callable[[str], SimulatedNode]]:
-    """Create simulated machines, and restore the binding after the test."""
-    made: list[SimulatedNode] = []
+def opened(machine: Callable[[str], SimulatedNode]) -> Callable[[str], SimulatedNode]:
+    """Create simulated machines whose NVML is open."""
 
     def make(name: str) -> SimulatedNode:
-        made.append(SimulatedNode(name, memory_path / str(len(made))))
-        return made[-1]
+        made = machine(name)
+        made.session.reopen()
+        return made
 
-    yield make
-    for node in made:
-        node.close()
+    return make
+
+
+@pytest.fixture
+def node(opened: Callable[[str], SimulatedNode]) -> SimulatedNode:
+    """A DGX H100 of the test's own, with NVML open."""
+    return opened("dgx-h100")

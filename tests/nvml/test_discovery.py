@@ -146,9 +146,8 @@ def test_gpu_that_is_lost_while_it_is_read_hides_no_other(dgx: SimulatedNode, fu
     assert len(found.nvlink_domains) == 7
 
 
-def test_gpu_that_is_lost_before_its_links_are_read_hides_no_other(machine: Make) -> None:
-    node = machine("dgx-h100")
-    node.session.reopen()
+def test_gpu_that_is_lost_before_its_links_are_read_hides_no_other(opened: Make) -> None:
+    node = opened("dgx-h100")
     gpus = {index: read_gpu(index)[:2] for index in range(8)}
     node.machine.lose_gpu(0)
     pairs, _ = read_reachable_pairs(gpus, PeerMemory(), (), GpuWalk())
@@ -294,9 +293,8 @@ def test_device_has_the_identity_that_the_administrator_created(machine: Make) -
     assert part.parent_uuid == node.machine.gpu(0).uuid
 
 
-def test_compute_instances_of_one_gpu_instance_are_named_apart(machine: Make) -> None:
-    node = machine("h100-mig-empty")
-    node.session.reopen()
+def test_compute_instances_of_one_gpu_instance_are_named_apart(opened: Make) -> None:
+    node = opened("h100-mig-empty")
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     instance = pynvml.nvmlDeviceCreateGpuInstance(handle, PROFILE_3G)
     for _ in range(3):

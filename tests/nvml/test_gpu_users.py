@@ -27,10 +27,9 @@ TWO = {4711: "process 4711 (python3)", 4712: "process 4712 (/usr/bin/train)"}
 
 
 @pytest.fixture
-def node(machine: Make) -> SimulatedNode:
+def node(opened: Make) -> SimulatedNode:
     """Two processes on GPU 0, none on GPU 1."""
-    made = machine("hgx-h100-4")
-    made.session.reopen()
+    made = opened("hgx-h100-4")
     made.machine.hold_gpu(0, 4712, "/usr/bin/train", mps=True)
     made.machine.hold_gpu(0, 4711, "python3")
     return made
@@ -131,49 +130,50 @@ def test_lost_gpu_is_lost_and_a_closed_session_says_so(node: SimulatedNode) -> N
         reader.processes(uuid)
 
 
+@pytest.fixture
+def l40s(opened: Make) -> SimulatedNode:
+    return opened("l40s-8")
+
+
+@pytest.fixture
+def modes(l40s: SimulatedNode) -> PersistenceModes:
+    return PersistenceModes(lambda: l40s.session.operation(lambda: 0.0))
+
+
 def test_mode_is_read_set_and_gone_with_the_driver_of_the_gpu(
-    machine: Callable[[str], SimulatedNode],
+    l40s: SimulatedNode, modes: PersistenceModes
 ) -> None:
-    node = machine("l40s-8")
-    modes = PersistenceModes(lambda: node.session.operation(lambda: 0.0))
-    first, second = (node.machine.gpu(number) for number in (1, 2))
-    node.session.reopen()
+    first, second = (l40s.machine.gpu(number) for number in (1, 2))
     assert modes.get(first.uuid, first.bus_id) is True
     modes.set(first.uuid, first.bus_id, on=False)
     modes.set(first.uuid, first.bus_id, on=False)
     assert (modes.get(first.uuid, None), modes.get(second.uuid, second.bus_id)) == (False, True)
-    node.machine.give_to(1, "vfio-pci")
-    node.session.reopen()
+    l40s.machine.give_to(1, "vfio-pci")
+    l40s.session.reopen()
     with pytest.raises(DeviceLostError, match="NVML shows no such GPU"):
         modes.get(first.uuid, first.bus_id)
-    node.machine.give_to(1, "nvidia")
-    node.session.reopen()
+    l40s.machine.give_to(1, "nvidia")
+    l40s.session.reopen()
     assert modes.get(first.uuid, first.bus_id) is False, "nobody switched it on again"
-    node.session.close()
+    l40s.session.close()
     with pytest.raises(NvmlUnavailableError):
         modes.get(first.uuid, first.bus_id)
 
 
 def test_mode_that_does_not_change_although_nvml_reports_success_is_an_error(
-    machine: Callable[[str], SimulatedNode], monkeypatch: pytest.MonkeyPatch
+    l40s: SimulatedNode, modes: PersistenceModes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = machine("l40s-8")
-    modes = PersistenceModes(lambda: node.session.operation(lambda: 0.0))
-    gpu = node.machine.gpu(0)
-    node.session.reopen()
+    gpu = l40s.machine.gpu(0)
     monkeypatch.setattr(pynvml, "nvmlDeviceSetPersistenceMode", lambda _handle, _mode: None)
     with pytest.raises(RetryableError, match="off: NVML reported success, but the mode did not change"):
         modes.set(gpu.uuid, gpu.bus_id, on=False)
     modes.set(gpu.uuid, gpu.bus_id, on=True)
 
 
-def test_gpu_without_the_mode_has_none(machine: Callable[[str], SimulatedNode]) -> None:
-    node = machine("l40s-8")
-    modes = PersistenceModes(lambda: node.session.operation(lambda: 0.0))
-    gpu = node.machine.gpu(0)
-    node.session.reopen()
+def test_gpu_without_the_mode_has_none(l40s: SimulatedNode, modes: PersistenceModes) -> None:
+    gpu = l40s.machine.gpu(0)
     for name in ("nvmlDeviceGetPersistenceMode", "nvmlDeviceSetPersistenceMode"):
-        node.machine.set_fault(name, code="not-supported")
+        l40s.machine.set_fault(name, code="not-supported")
     assert modes.get(gpu.uuid, gpu.bus_id) is None
     with pytest.raises(NotSupportedError, match=r"switch persistence mode of GPU .* off"):
         modes.set(gpu.uuid, gpu.bus_id, on=False)

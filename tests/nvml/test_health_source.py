@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -38,13 +38,6 @@ CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 
 
 @pytest.fixture
-def node(machine: Callable[[str], SimulatedNode]) -> SimulatedNode:
-    made = machine("dgx-h100")
-    made.session.reopen()
-    return made
-
-
-@pytest.fixture
 def source(node: SimulatedNode) -> Iterator[HealthSource]:
     made = HealthSource(node.session)
     watch(made, *(gpu.uuid for gpu in node.machine.current().present))
@@ -66,9 +59,8 @@ def uuid(node: SimulatedNode, index: int = 0) -> str:
 @pytest.mark.parametrize(
     "name", ["a30-mig-static", "gb10", "gb200-nvl72-tray", "hgx-h100-4", "vm-passthrough"]
 )
-def test_every_machine_is_well_at_first(machine, name):
-    made = machine(name)
-    made.session.reopen()
+def test_every_machine_is_well_at_first(opened, name):
+    made = opened(name)
     for gpu in made.machine.current().present:
         signals = read_health(gpu.uuid)
         assert observe(HealthState(HealthTarget(gpu.uuid)), PollResult(signals), 1).reasons == ()
@@ -144,9 +136,8 @@ def test_nvlinks_of_a_gpu_on_switches(node):
 
 
 @pytest.mark.parametrize(("name", "to_switches"), [("hgx-h100-4", False), ("t4-4", None)])
-def test_nvlinks_of_a_gpu_without_switches(machine, name, to_switches):
-    made = machine(name)
-    made.session.reopen()
+def test_nvlinks_of_a_gpu_without_switches(opened, name, to_switches):
+    made = opened(name)
     polled = read_health(uuid(made))
     assert (polled.nvlinks and polled.nvlinks.to_switches) == to_switches
     assert (polled.nvlink_errors is None) == (to_switches is None)
@@ -159,9 +150,8 @@ def test_nvlinks_of_a_gpu_without_switches(machine, name, to_switches):
         ("dgx-b200", {"recovery": 4}),
     ],
 )
-def test_nvlink_errors_are_those_that_the_gpu_counts(machine, name, found):
-    made = machine(name)
-    made.session.reopen()
+def test_nvlink_errors_are_those_that_the_gpu_counts(opened, name, found):
+    made = opened(name)
     made.machine.set_gpu(0, nvlink_errors={"crc": 2, "crc data": 3, "replay": 3, "recovery": 4})
     assert read_health(uuid(made)).nvlink_errors == found
 
@@ -212,9 +202,8 @@ def test_idle_poll_of_a_gpu_makes_the_calls_of_this_table_and_no_more(node):
         nvml.leave()
 
 
-def test_gpu_without_a_fabric_is_queried_for_it_once(machine):
-    made = machine("t4-4")
-    made.session.reopen()
+def test_gpu_without_a_fabric_is_queried_for_it_once(opened):
+    made = opened("t4-4")
     nvml = HangingNvml(made.session)
     try:
         calls = nvml.calls_of(lambda: read_health(uuid(made)))
@@ -236,9 +225,8 @@ def test_gpu_without_any_of_the_live_queries_answers_by_its_temperature(node, co
     assert read_health(uuid(node)).answered == is_answer
 
 
-def test_unreported_value_is_unknown(machine):
-    made = machine("t4-4")
-    made.session.reopen()
+def test_unreported_value_is_unknown(opened):
+    made = opened("t4-4")
     gpu = uuid(made)
     signals = read_health(gpu)
     assert (signals.remap_pending, signals.fabric, signals.pages_pending) == (None, None, False)
@@ -337,15 +325,13 @@ def test_a_lost_gpu_before_and_after_a_new_session(node):
         read_health(uuid(node, 1))
 
 
-def test_mig_devices_by_their_ids(machine):
-    made = machine("h100-mig-static")
-    made.session.reopen()
+def test_mig_devices_by_their_ids(opened):
+    made = opened("h100-mig-static")
     gpu = next(gpu for gpu in made.machine.current().present if gpu.instances)
     expected = {(gi.id, ci.id): ci.uuid for gi, ci in gpu.mig_devices}
     assert expected
     assert read_instances(gpu.uuid) == expected
-    plain = machine("dgx-h100")
-    plain.session.reopen()
+    plain = opened("dgx-h100")
     assert read_instances(uuid(plain)) == {}
 
 

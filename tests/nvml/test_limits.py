@@ -25,13 +25,6 @@ LIMITS = GpuLimits(nullcontext)
 
 
 @pytest.fixture
-def node(machine: Callable[[str], SimulatedNode]) -> SimulatedNode:
-    made = machine("dgx-h100")
-    made.session.reopen()
-    return made
-
-
-@pytest.fixture
 def gpu(node: SimulatedNode) -> str:
     return node.machine.gpu(0).uuid
 
@@ -56,7 +49,7 @@ def test_limit_is_set_and_enforced_until_the_driver_forgets_it(node: SimulatedNo
     assert LIMITS.power_mw(gpu) == 700_000
 
 
-def test_clocks_are_locked_each_for_itself(node: SimulatedNode, gpu: str) -> None:
+def test_clocks_are_locked_each_for_itself(gpu: str) -> None:
     before = clocks(gpu)
     LIMITS.lock_clock(gpu, "graphics", 1200, 1200)
     LIMITS.lock_clock(gpu, "memory", 2619, 2619)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pynvml
 import pytest
 
 from dra_driver.model.gpu import Chassis
+from dra_driver.nvml import readings
 from dra_driver.nvml.calls import supported
 from dra_driver.nvml.health_polls import read_health
 from dra_driver.nvml.readings import accepts_work, confidential_mode, read_gpu
@@ -18,36 +18,23 @@ from tests.fakes.tables import tabled
 Make = Callable[[str], SimulatedNode]
 
 
-@tabled("machine", "count")
-def test_multiprocessors_of_the_machines_gpus(machine: str, count: int, tmp_path: Path) -> None:
-    node = SimulatedNode(machine, tmp_path)
-    try:
-        assert {gpu.multiprocessors for gpu in node.read().gpus} == {count}
-    finally:
-        node.close()
+@tabled("name", "count")
+def test_multiprocessors_of_the_machines_gpus(machine: Make, name: str, count: int) -> None:
+    assert {gpu.multiprocessors for gpu in machine(name).read().gpus} == {count}
 
 
+@pytest.mark.parametrize("known", [{(7, 5): 63}, {}])
 def test_multiprocessors_are_unknown_for_an_unknown_architecture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Make, monkeypatch: pytest.MonkeyPatch, known: dict[tuple[int, int], int]
 ) -> None:
-    from dra_driver.nvml import readings
-
-    node = SimulatedNode("t4-4", tmp_path)
-    try:
-        monkeypatch.setattr(readings, "_CORES_PER_MULTIPROCESSOR", {(7, 5): 63})
-        assert {gpu.multiprocessors for gpu in node.read().gpus} == {None}
-        monkeypatch.setattr(readings, "_CORES_PER_MULTIPROCESSOR", {})
-        assert {gpu.multiprocessors for gpu in node.read().gpus} == {None}
-        assert node.read().faults == ()
-    finally:
-        node.close()
+    monkeypatch.setattr(readings, "_CORES_PER_MULTIPROCESSOR", known)
+    found = machine("t4-4").read()
+    assert ({gpu.multiprocessors for gpu in found.gpus}, found.faults) == ({None}, ())
 
 
 @pytest.fixture
-def node(machine: Make) -> SimulatedNode:
-    made = machine("hgx-h100-4")
-    made.session.reopen()
-    return made
+def node(opened: Make) -> SimulatedNode:
+    return opened("hgx-h100-4")
 
 
 @pytest.mark.parametrize("mode", ["off", "on", "devtools", "ppcie"])
@@ -59,9 +46,8 @@ def test_the_mode_and_whether_the_gpus_accept_work(node: SimulatedNode, mode: st
 
 
 @pytest.mark.parametrize(("name", "mode"), [("t4-4", None), ("a30-4", "off"), ("dgx-b200", "off")])
-def test_gpus_that_do_not_know_it(machine: Make, name: str, mode: str | None) -> None:
-    made = machine(name)
-    made.session.reopen()
+def test_gpus_that_do_not_know_it(opened: Make, name: str, mode: str | None) -> None:
+    opened(name)
     assert (supported(confidential_mode), accepts_work()) == (mode, None if mode is None else True)
     inventory = read_inventory()
     assert (inventory.confidential_compute, inventory.faults) == (mode, ())

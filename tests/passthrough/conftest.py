@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from dra_driver.passthrough import steps
 from tests.fakes.fixtures import logs
 from tests.fakes.kindnode import KindNode, Site, site
 
@@ -10,7 +11,9 @@ __all__ = ["logs", "site"]
 
 
 @pytest.fixture
-def node(site: Site, memory_path: Path) -> Iterator[KindNode]:
+def node(site: Site, memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KindNode]:
+    for name in ("_RELEASE_S", "_NODE_S"):
+        monkeypatch.setattr(steps, name, 0.3)
     site.machine.clear_faults()
     site.machine.release_gpu(site.card.gpu_uuid)
     site.reset()

@@ -23,7 +23,7 @@ from tests.fakes.preparing import in_threads
 from tests.fakes.samples import DRIVER, claim
 from tests.fakes.waiting import eventually
 
-HURRY_S = 8.0
+HURRY_S = 4.0
 
 
 def wanted(site: Site, uid: str = "uid-1") -> AllocatedClaim:
@@ -85,6 +85,7 @@ def test_bind_that_fails_leaves_every_function_with_the_driver_that_it_had(
         refused(answer)
     assert node.state() == untouched
     assert node.ledger.pending() == []
+    assert node.runner.runners[BindVfio]._rendezvous_by_claim == {}
     assert isinstance(node.prepare(wanted(site)), Prepared)
 
 
@@ -289,28 +290,29 @@ def test_modprobe_that_hangs_ends_with_the_call(node: KindNode, site: Site) -> N
     assert node.state() == untouched
 
 
-def test_modprobe_that_fails_says_what_to_do(node: KindNode, site: Site) -> None:
-    untouched = node.state()
-    site.machine.set_fault("modprobe", code="EPERM")
-    refused(node.prepare(wanted(site)), "run `modprobe vfio_pci` on the node")
-    assert node.state() == untouched
+MAPS = "the kernel module vfio_iommu_type1"
 
 
-LACKING = {
-    "EPERM": "load the kernel module vfio_iommu_type1 for mapping the memory of virtual machines: modprobe reports ",
-    "no-effect": "the kernel module vfio_iommu_type1 is missing; run `modprobe vfio_iommu_type1` on the node",
-}
-
-
-@pytest.mark.parametrize("code", LACKING)
-def test_claim_by_group_without_the_module_that_maps_memory_is_refused_before_nvml_is_closed(
-    node: KindNode, site: Site, code: str
+@pytest.mark.parametrize(
+    ("loaded", "code", "text"),
+    [
+        ([], "EPERM", "run `modprobe vfio_pci` on the node"),
+        # The virtual machine would get ENODEV when it sets its IOMMU.
+        (
+            ["vfio_pci"],
+            "EPERM",
+            f"load {MAPS} for mapping the memory of virtual machines: modprobe reports ",
+        ),
+        (["vfio_pci"], "no-effect", f"{MAPS} is missing; run `modprobe vfio_iommu_type1` on the node"),
+    ],
+)
+def test_claim_without_a_kernel_module_is_refused_before_nvml_is_closed(
+    node: KindNode, site: Site, loaded: list[str], code: str, text: str
 ) -> None:
-    """The virtual machine would get ENODEV when it sets its IOMMU."""
-    site.machine.set_system(vfio_loaded=["vfio_pci"])
+    site.machine.set_system(vfio_loaded=loaded)
     untouched, pauses = node.state(), site.simulated.session.pauses
     site.machine.set_fault("modprobe", code=code)
-    refused(in_a_hurry(node, wanted(site)), LACKING[code])
+    refused(in_a_hurry(node, wanted(site)), text)
     assert (node.state(), site.simulated.session.pauses) == (untouched, pauses)
     site.machine.clear_faults()
     assert isinstance(node.prepare(wanted(site)), Prepared)
@@ -475,10 +477,3 @@ def test_other_claims_are_prepared_while_a_card_is_bound(node: KindNode, site: S
 def test_process_on_the_gpu_is_named_also_where_the_time_of_the_call_ends(node: KindNode, site: Site) -> None:
     site.machine.hold_gpu(site.card.gpu_uuid, 4711, "python3")
     refused(in_a_hurry(node, wanted(site)), "in use by process 4711 (python3)")
-
-
-def test_bind_that_fails_leaves_nothing_in_memory(node: KindNode, site: Site) -> None:
-    site.machine.set_fault("unbind", code="ENODEV", gpu=site.card.gpu_uuid)
-    for number in range(3):
-        refused(node.prepare(wanted(site, f"uid-{number}")))
-    assert node.runner.runners[BindVfio]._rendezvous_by_claim == {}

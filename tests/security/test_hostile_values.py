@@ -15,6 +15,7 @@ from dra_driver.api.resolve import decode
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.rules.metadata import check_names, container_path
+from dra_driver.cli.main import main
 from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
@@ -23,7 +24,6 @@ from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord
 from dra_driver.mps_host.host_files import DaemonRecords, MpsLayout
-from tests.integration.test_process import call
 from tests.security.test_fuzz import names
 
 DRIVER = "gpu.nvidia.com"
@@ -126,7 +126,22 @@ def test_field_names_are_quoted_in_what_a_claim_is_refused_with(
     assert str(caught.value) == f"GpuConfig is not valid: {fault}"
 
 
-def test_names_do_not_move_the_cursor_of_who_validates_them(tmp_path: Path) -> None:
+Call = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a command in this process; returns the exit code and the whole output."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return int(ended.value.code or 0), "".join(capsys.readouterr())
+
+    return run
+
+
+def test_names_do_not_move_the_cursor_of_who_validates_them(tmp_path: Path, call: Call) -> None:
     manifest = tmp_path / "manifest.yaml"
     parameters = {"apiVersion": GROUP_VERSION, "kind": "GpuConfig", EVIL: EVIL}
     requests = [{"name": EVIL, "exactly": {"deviceClassName": EVIL, EVIL: 1}}]
@@ -146,10 +161,10 @@ def test_names_do_not_move_the_cursor_of_who_validates_them(tmp_path: Path) -> N
         {EVIL: EVIL, "sharing": {EVIL: {}}},
     ]
     manifest.write_text(yaml.safe_dump_all(documents))
-    done = call("validate", str(manifest))
-    assert done.returncode == 1
-    assert f"ResourceClaim {SHOWN}/{SHOWN}" in " ".join(done.stdout.split())
-    assert_harmless(done.stdout + done.stderr)
+    code, shown = call("validate", str(manifest))
+    assert code == 1
+    assert f"ResourceClaim {SHOWN}/{SHOWN}" in " ".join(shown.split())
+    assert_harmless(shown)
 
 
 @pytest.mark.parametrize(
@@ -164,18 +179,18 @@ def test_names_do_not_move_the_cursor_of_who_validates_them(tmp_path: Path) -> N
         ["run", "--config", EVIL],
     ],
 )
-def test_errors_do_not_move_the_cursor(arguments: list[str]) -> None:
-    done = call(*arguments)
-    assert done.returncode
-    assert_harmless(done.stdout + done.stderr)
+def test_errors_do_not_move_the_cursor(arguments: list[str], call: Call) -> None:
+    code, shown = call(*arguments)
+    assert code
+    assert_harmless(shown)
 
 
-def test_a_configuration_file_does_not_move_the_cursor(tmp_path: Path) -> None:
+def test_a_configuration_file_does_not_move_the_cursor(tmp_path: Path, call: Call) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({EVIL: 1, "sharing": {EVIL: EVIL}, "driverName": EVIL}))
-    done = call("inspect", "--simulate", "dgx-h100", "--config", str(file))
-    assert done.returncode == 2
-    assert_harmless(done.stdout + done.stderr)
+    code, shown = call("inspect", "--simulate", "dgx-h100", "--config", str(file))
+    assert code == 2
+    assert_harmless(shown)
 
 
 def assert_harmless(shown: str) -> None:

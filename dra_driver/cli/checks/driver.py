@@ -374,7 +374,7 @@ class DriverChecks:
 
     def host_devices(self) -> Finding:
         kinds = self.settings.extra_devices.host_devices
-        finder = HostDeviceFinder(self.paths, nodes=self.nodes)
+        finder = HostDeviceFinder(self.paths, self.nodes)
         missing = [kind for kind in kinds if not finder.find(kind).nodes]
         if missing:
             return warn(

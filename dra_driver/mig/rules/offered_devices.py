@@ -57,18 +57,8 @@ def offered_beside(
 
 def offered_as_before(gpu: Gpu, before: Inventory | None) -> Gpu | None:
     """Return a GPU with its devices of an earlier inventory; None if it had no partitioning there."""
-    known = (
-        None
-        if before is None
-        else next(
-            (
-                other
-                for other in before.every_gpu
-                if other.uuid == gpu.uuid and other.partitioning is not None
-            ),
-            None,
-        )
-    )
+    gpus = before.every_gpu if before is not None else ()
+    known = next((one for one in gpus if one.uuid == gpu.uuid and one.partitioning is not None), None)
     if known is None:
         return None
     return replace(
