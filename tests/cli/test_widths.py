@@ -15,10 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pynvml
 import pytest
 
-from dra_driver.app.logs import configure_logs
 from dra_driver.cli.commands import ROOT as ALL
 from dra_driver.cli.commands import call
 from dra_driver.cli.flags import Command, read
@@ -60,7 +58,7 @@ class _Terminal(io.StringIO):
 
 
 @pytest.fixture
-def prints(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prints]:
+def prints(monkeypatch: pytest.MonkeyPatch, closed_nvml: None) -> Prints:
     """The lines that a command prints on a terminal of so many columns, or into a pipe."""
 
     def run(arguments: list[str], columns: int | None, **environment: str) -> list[str]:
@@ -76,10 +74,7 @@ def prints(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prints]:
         monkeypatch.setattr(sys, "stdout", sys.__stdout__)
         return output.getvalue().splitlines()
 
-    yield run
-    configure_logs("critical", "console")
-    pynvml.nvmlLib = None
-    pynvml._nvmlGetFunctionPointer_cache.clear()
+    return run
 
 
 def _plain(line: str) -> str:
