@@ -380,14 +380,12 @@ class ManifestCheck:
             )
         if against and not self._has_mig and "mig" in kinds:
             made = named(sorted(self._profile_classes().values()), _MAX_PROFILES)
-            report.hints.append(
-                "the machine has no MIG devices"
-                + (
-                    f"; with --dynamic-mig they are created on demand; the possible profiles are {made}"
-                    if made
-                    else ""
-                )
+            how = (
+                f"; with --dynamic-mig they are created on demand; the possible profiles are {made}"
+                if made
+                else ""
             )
+            report.hints.append(f"the machine has no MIG devices{how}")
         return not against
 
     def _report_fit(self, machine: MachineFit, fit: Fit, report: DocumentReport) -> None:
@@ -540,10 +538,10 @@ class ManifestCheck:
                 )
             elif resource.startswith("nvidia.com/"):
                 near = get_close_matches(resource, served, 1, _ALIKE)
+                meant = f"; did you mean {near[0]}?" if near else ""
                 report.hints.append(
                     f"{resource} is served by gpu-dra-driver only if a DeviceClass has "
-                    f"extendedResourceName: {resource} (Kubernetes 1.36, or the gate DRAExtendedResource)"
-                    + (f"; did you mean {near[0]}?" if near else "")
+                    f"extendedResourceName: {resource} (Kubernetes 1.36, or the gate DRAExtendedResource){meant}"
                 )
             elif resource.startswith(IMPLICIT):
                 self._knows_classes([resource.removeprefix(IMPLICIT)], report)
