@@ -117,11 +117,10 @@ def doctor_checks(settings: Settings) -> list[Check]:
 
     def view() -> NodeView:
         facts = gpus.or_none() or NvmlFacts(inventory.or_none() or Inventory())
-        node, driver, notes = settings.node_name, settings.driver_name, state.get().notes
-        now = datetime.now(UTC)
-        claims = read_claims(state.get(), settings, now).claims
+        node, driver, now, saved = settings.node_name, settings.driver_name, datetime.now(UTC), state.get()
+        claims = read_claims(saved, settings, now).claims
         runs = plugin_runs(settings.plugin_directory)
-        return node_view(node, driver, now, facts, claims, state.get(), (), notes, plugin_runs=runs)
+        return node_view(node, driver, now, facts, claims, saved, notes=saved.notes, plugin_runs=runs)
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     host = host_directory(machine.paths, simulated=settings.simulate is not None, in_pod=in_pod)

@@ -338,12 +338,7 @@ def test_node_whose_gpu_is_not_a_pci_device_is_named(
 
 
 def test_a_node_without_gpu_misses_nothing(assert_golden: CompareFinding, host: Host, tmp_path: Path) -> None:
-    nothing = {
-        "driver_root": str(tmp_path),
-        "sys": str(tmp_path),
-        "proc": str(tmp_path),
-        "dev_root": str(tmp_path),
-    }
+    nothing = dict.fromkeys(("driver_root", "sys", "proc", "dev_root"), str(tmp_path))
     away = NvmlUnavailableError("libnvidia-ml is away; x")
     checks = host.checks(away, paths=nothing, node_view=lambda: replace(HEALTHY, gpus=()))
     found = {outcome.check: outcome.finding for outcome in run_checks(checks.all())}
