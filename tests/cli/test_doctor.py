@@ -23,14 +23,14 @@ from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.app.settings import Settings
 from dra_driver.base.file_lock import hold_file
-from dra_driver.cli.checks.check import BOUND_S, Check, Outcome, Shared, folded, not_written, run_checks
+from dra_driver.cli.checks.check import BOUND_S, Check, Shared, folded, not_written, run_checks
 from dra_driver.cli.checks.cluster import ClusterChecks, required_permissions
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.kubelet import KubeletChecks
 from dra_driver.cli.checks.passthrough import PassthroughChecks
 from dra_driver.cli.checks.runtime import RuntimeChecks
 from dra_driver.cli.doctor import _NVML_WAIT_S
-from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.cli.rules.findings import Finding, Outcome, fail, ok, skip, warn
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenProcess
 from dra_driver.cli.state_on_disk import read_state
