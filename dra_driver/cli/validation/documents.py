@@ -183,7 +183,7 @@ def _taken_apart(document: Document) -> Iterator[Document]:
 
 
 def _values(node: Any, path: str, known: dict[int, int]) -> int:
-    """Count the values of a node with aliases expanded; a value that contains itself counts once.
+    """Count values with aliases expanded, and a value that contains itself once.
 
     Raises: InvalidConfigError for a duplicate key, which YAML would silently overwrite.
     """
