@@ -176,9 +176,8 @@ def _tests_of(part: int | None) -> list[str]:
     if part:
         return list(APART[part - 1])
     elsewhere = [] if part is None else [NODE, *(path for paths in APART for path in paths)]
-    here = [
-        path for path in TESTS if path not in elsewhere
-    ]  # pytest also collects ignored paths if they are given
+    # pytest also collects ignored paths if they are given.
+    here = [path for path in TESTS if path not in elsewhere]
     return [*here, *(f"--ignore={path}" for path in elsewhere)]
 
 

@@ -64,9 +64,8 @@ class Policy:
             self._found(f"{name}_{field}", kind, child)
         known = ", ".join(f"'{field}'" for field in (*others, *section.fields))
         unknown = f"p.is.filter(k, !(k in [{known}]) && p.is[k] != null)"
-        shown = (
-            f"(k.matches('^{PLAIN_NAME}$') ? k : strings.quote(k))"  # like `quoted` in dra_driver.model.ids
-        )
+        # Like `quoted` in dra_driver.model.ids.
+        shown = f"(k.matches('^{PLAIN_NAME}$') ? k : strings.quote(k))"
         self.fault(
             f"{name}_unknown",
             f"{places}.map(p, {unknown}.map(k, p.at + '.' + {shown} + ': unknown field').join('; '))"

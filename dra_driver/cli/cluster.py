@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 from dra_driver.app.logs import configure_logs
@@ -154,15 +154,19 @@ class _Look:
             pods = self._list("/api/v1/pods", rules.seen_pod, query=unscheduled)
         except FatalError as error:
             self.unknown.append(f"waiting pods are not shown: {error}")
-        images: list[tuple[str, str]] = []
+        plugins: Sequence[PluginPod] = ()
         try:
-            listed = self._list("/api/v1/pods", partial(rules.plugin_image, driver=driver), query=_PLUGINS)
-            images = [one for one in listed if one is not None]
+            plugins = self._plugins
         except FatalError as error:
             self.unknown.append(f"the versions of the plugin are not compared: {error}")
-        self.versions = rules.versions_of(slices, images)
+        self.versions = rules.versions_of(slices, plugins)
         loads = self._loads() if with_usage else None
         return rules.cluster_rows(driver, slices, claims, classes, pods, loads)
+
+    @cached_property
+    def _plugins(self) -> Sequence[PluginPod]:
+        listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=_PLUGINS)
+        return [pod for pod in listed if pod is not None]
 
     def _list(
         self,
@@ -237,8 +241,7 @@ class _Look:
         self, unknown: str, path: Callable[[PluginPod], str], parsed: Callable[[str], T]
     ) -> list[tuple[str, T]]:
         """Return a page of each plugin with its node. `unknown` introduces notes about unread pages."""
-        listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=_PLUGINS)
-        pods = [pod for pod in listed if pod is not None]
+        pods = [pod for pod in self._plugins if pod.port]
         if not pods:
             self.unknown.append(f"{unknown}: no pod of driver {self._driver} serves metrics")
         reads = [

@@ -51,19 +51,14 @@ def detach(given: Namespace) -> None:
 
     if given.end and (given.gpus or given.force or given.duration is not None):
         raise InvalidConfigError("--end cannot be combined with GPUs, --for or --force")
-    seconds = _seconds("5m" if given.duration is None else given.duration)
+    seconds = closed_seconds("5m" if given.duration is None else given.duration)
+    if seconds is None:
+        raise InvalidConfigError(f"--for {given.duration}: give {CLOSED_TIMES}")
     settings = node_settings(given)
     if given.end:
         print(attach_node(settings))
     else:
         print(detach_node(settings, seconds, given.gpus or [], force=given.force))
-
-
-def _seconds(duration: str) -> int:
-    seconds = closed_seconds(duration)
-    if seconds is None:
-        raise InvalidConfigError(f"--for {duration}: give {CLOSED_TIMES}")
-    return seconds
 
 
 def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force: bool) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 
 from dra_driver.app.settings import Settings
 from dra_driver.base.threads import bounded
-from dra_driver.cli.checks.check import BOUND_S, Check, Outcome, Shared, folded, run_checks
+from dra_driver.cli.checks.check import BOUND_S, Check, Shared, folded, run_checks
 from dra_driver.cli.checks.cluster import ClusterChecks
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.kubelet import KubeletChecks
@@ -22,7 +22,7 @@ from dra_driver.cli.flags import of_run
 from dra_driver.cli.machine import SIMULATED_S, CommandMachine
 from dra_driver.cli.node import NodeSnapshot
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hanging
-from dra_driver.cli.rules.findings import verified
+from dra_driver.cli.rules.findings import Outcome, verified
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.state_on_disk import is_only_simulated, plugin_problems, plugin_runs, read_claims
@@ -90,8 +90,7 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> 
         yield "\n" + summary + ", ".join(f"{count} {status}" for status, count in counts.items())
 
     checks = [{"check": outcome.check, **asdict(outcome.finding)} for outcome in outcomes]
-    verdicts = verified([(outcome.check, outcome.finding) for outcome in outcomes])
-    answer(output, lines, lambda: {"counts": counts, "verified": verdicts, "checks": checks})
+    answer(output, lines, lambda: {"counts": counts, "verified": verified(outcomes), "checks": checks})
 
 
 _API_TIMEOUT_S = 4.0
@@ -117,11 +116,10 @@ def doctor_checks(settings: Settings) -> list[Check]:
 
     def view() -> NodeView:
         facts = gpus.or_none() or NvmlFacts(inventory.or_none() or Inventory())
-        node, driver, notes = settings.node_name, settings.driver_name, state.get().notes
-        now = datetime.now(UTC)
-        claims = read_claims(state.get(), settings, now).claims
+        node, driver, now, saved = settings.node_name, settings.driver_name, datetime.now(UTC), state.get()
+        claims = read_claims(saved, settings, now).claims
         runs = plugin_runs(settings.plugin_directory)
-        return node_view(node, driver, now, facts, claims, state.get(), (), notes, plugin_runs=runs)
+        return node_view(node, driver, now, facts, claims, saved, notes=saved.notes, plugin_runs=runs)
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     host = host_directory(machine.paths, simulated=settings.simulate is not None, in_pod=in_pod)

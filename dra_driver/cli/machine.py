@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
@@ -87,16 +87,12 @@ class CommandMachine:
 
     def nvml_reader(self, on_demand: Callable[[Gpu], bool]) -> NvmlReader:
         """Return an NVML reader that is not open yet."""
-
-        def names() -> Mapping[str, str]:
-            return held_gpu_names(self.state().known_records)
-
         by_minor = self.settings.device_names == "minor"
+        names = (lambda: held_gpu_names(self.state().known_records)) if by_minor else None
         lock = self.settings.plugin_directory / LOCK_FILE
-        mark = (
-            UseMark(lock) if lock.exists() else None
-        )  # no plugin has run here, so no process reads the lock
-        return NvmlReader(self.load_nvml, on_demand, mark=mark, kept_names=names if by_minor else None)
+        # Where no plugin has run, no process reads the lock.
+        mark = UseMark(lock) if lock.exists() else None
+        return NvmlReader(self.load_nvml, on_demand, mark=mark, kept_names=names)
 
     def open_nvml(self, session: ExitStack) -> NvmlReader:
         """Return NVML, open until `session` is closed. Raises: NvmlUnavailableError."""

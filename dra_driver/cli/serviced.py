@@ -50,14 +50,12 @@ def serviced_gpu(settings: Settings, name: str) -> str:
     waiting = [reason for reason in _reasons(machine, uuid) if waits_for_reset(reason)]
     if not waiting:
         others = "; ".join(reason.text for reason in _reasons(machine, uuid))
-        raise PermanentError(
-            f"GPU {uuid} has no health reason that waits for a reset"
-            + (
-                f"; the GPU is still not healthy: {others}"
-                if others
-                else "; gpu-dra-driver reports the GPU as healthy"
-            )
+        health = (
+            f"the GPU is still not healthy: {others}"
+            if others
+            else "gpu-dra-driver reports the GPU as healthy"
         )
+        raise PermanentError(f"GPU {uuid} has no health reason that waits for a reset; {health}")
     if not read_problems(settings.plugin_directory)[0]:
         raise RetryableError("gpu-dra-driver is not running on this node; start it, then retry")
     serviced = ServicedGpus(settings.plugin_directory, machine.sysfs.this_boot())

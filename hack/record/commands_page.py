@@ -16,7 +16,9 @@ import re
 import sys
 import tempfile
 import termios
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -66,15 +68,21 @@ Command = dict[str, Any]
 """A command of commands.yaml, with the keys `arguments`, `where`, `exit_code`, `text` and `lines`."""
 
 
-def recorded() -> dict[Path, str]:
-    """Return the contents of the page and the pictures, by file."""
-    # The path is short, because a socket's path can have only 107 bytes. Its length is fixed, so that lines always wrap
-    # at the same place.
+@contextmanager
+def fresh_node() -> Iterator[RecordedNode]:
+    """Yield a node. Its path is short, because a socket's path can have only 107 bytes, and always as long, so that
+    lines wrap at the same place.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory,
         RecordedNode(Path(directory)) as node,
-        ThreadPoolExecutor(2) as pool,
     ):
+        yield node
+
+
+def recorded(node: RecordedNode) -> dict[Path, str]:
+    """Return the contents of the page and the pictures, by file."""
+    with ThreadPoolExecutor(2) as pool:
         shown = [command for command in _TABLE["commands"] if "text" in command]
         texts = list(pool.map(lambda command: _run(command, node), shown))
         node.grow_old()
@@ -160,7 +168,8 @@ def _stable(text: str, node: RecordedNode) -> str:
 
 def main() -> int:
     """Write the files or, with `--check`, compare them."""
-    new = recorded()
+    with fresh_node() as node:
+        new = recorded(node)
     if sys.argv[1:] != ["--check"]:
         for file, text in new.items():
             file.write_text(text)

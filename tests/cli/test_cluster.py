@@ -10,13 +10,13 @@ from prometheus_client.exposition import generate_latest
 
 from dra_driver.cli.rules.cluster_rows import (
     NOT_PUBLISHED,
+    PluginPod,
     Row,
     Totals,
     Used,
     cluster_rows,
     drift,
     loads_of,
-    plugin_image,
     plugin_pod,
     room_text,
     seen_claim,
@@ -236,11 +236,13 @@ def test_pod_of_a_plugin_is_known_by_its_environment(
     changes: Json, spec: Json | None, expected: str | None
 ) -> None:
     env = {"DRIVER_NAME": DRIVER, "HTTP_ENDPOINT": "[::]:9090", **changes}
-    container = {"env": [{"name": name, "value": value} for name, value in env.items() if value is not None]}
+    values = [{"name": name, "value": value} for name, value in env.items() if value is not None]
+    container = {"image": "a:1", "env": values}
     whole = {"nodeName": "n", "containers": [{}, container]}
     metadata = {"name": "p", "namespace": "gpus"}
     found = plugin_pod({"metadata": metadata, "spec": {} if spec is None else {**whole, **spec}}, DRIVER)
-    assert (found and found.proxy + found.metrics) == expected
+    assert (found.proxy + found.metrics if found and found.port else None) == expected
+    assert found is None or found.image == "a:1"
 
 
 PROFILES = {"1g.10gb": (1, range(7)), "3g.40gb": (4, (0, 4)), "7g.80gb": (8, (0,))}
@@ -300,13 +302,12 @@ def test_nodes_whose_version_differs_from_most_are_named() -> None:
 
     nodes = [node(f"n-{number}", "580.95.5") for number in range(3)]
     slices = [seen_slice(one) for one in (*nodes, node("old", "570.1.1"))]
-    images = [(f"n-{number}", f"gpu-dra-driver:{'0.2.0' if number else '0.1.0'}") for number in range(3)]
+    images = [
+        PluginPod(f"n-{number}", "gpus", f"gpu-dra-driver:{'0.2.0' if number else '0.1.0'}", "", "", "")
+        for number in range(3)
+    ]
     assert [*drift(versions_of(slices, images))] == [
         "NVIDIA driver 570.1.1 on old, 580.95.5 on 3 other nodes",
         "image of gpu-dra-driver gpu-dra-driver:0.1.0 on n-0, gpu-dra-driver:0.2.0 on 2 other nodes",
     ]
     assert [*drift(versions_of(slices[:3], images[1:]))] == []
-    container = {"image": "a:1", "env": [{"name": "DRIVER_NAME", "value": DRIVER}]}
-    assert plugin_image(pod("p", nodeName="n", containers=[container]), DRIVER) == ("n", "a:1")
-    for other in (pod("p", containers=[container]), pod("p", nodeName="n", containers=[{"name": "x"}])):
-        assert plugin_image(other, DRIVER) is None

@@ -23,14 +23,14 @@ from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.app.settings import Settings
 from dra_driver.base.file_lock import hold_file
-from dra_driver.cli.checks.check import BOUND_S, Check, Outcome, Shared, folded, not_written, run_checks
+from dra_driver.cli.checks.check import BOUND_S, Check, Shared, folded, not_written, run_checks
 from dra_driver.cli.checks.cluster import ClusterChecks, required_permissions
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.kubelet import KubeletChecks
 from dra_driver.cli.checks.passthrough import PassthroughChecks
 from dra_driver.cli.checks.runtime import RuntimeChecks
 from dra_driver.cli.doctor import _NVML_WAIT_S
-from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.cli.rules.findings import Finding, Outcome, fail, ok, skip, warn
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenProcess
 from dra_driver.cli.state_on_disk import read_state
@@ -338,12 +338,7 @@ def test_node_whose_gpu_is_not_a_pci_device_is_named(
 
 
 def test_a_node_without_gpu_misses_nothing(assert_golden: CompareFinding, host: Host, tmp_path: Path) -> None:
-    nothing = {
-        "driver_root": str(tmp_path),
-        "sys": str(tmp_path),
-        "proc": str(tmp_path),
-        "dev_root": str(tmp_path),
-    }
+    nothing = dict.fromkeys(("driver_root", "sys", "proc", "dev_root"), str(tmp_path))
     away = NvmlUnavailableError("libnvidia-ml is away; x")
     checks = host.checks(away, paths=nothing, node_view=lambda: replace(HEALTHY, gpus=()))
     found = {outcome.check: outcome.finding for outcome in run_checks(checks.all())}

@@ -139,7 +139,7 @@ def test_gpu_that_nvml_has_not_read_is_lost_only_if_no_call_hangs(hanging: int, 
     facts = NvmlFacts(Inventory(hanging=hanging), hidden={"0000:1b:00.0": "GPU-1"})
     known = NodeState(health=SavedHealth((HealthState(HealthTarget("GPU-1", 3, 0)),)))
     now = datetime(2026, 8, 7, tzinfo=UTC)
-    view = node_view("node", "driver", now, facts, (), known, (), (), plugin_runs=True)
+    view = node_view("node", "driver", now, facts, state=known, plugin_runs=True)
     assert [(one.subject, one.reason) for one in view.health] == [("gpu-1", reason)]
 
 
@@ -153,7 +153,7 @@ def test_lost_gpu_stays_in_its_place_and_has_an_index_that_no_other_gpu_has(
     )
     facts = NvmlFacts(Inventory(gpus=gpus), hidden={"0000:2b:00.0": "GPU-2"})
     now = datetime(2026, 8, 7, tzinfo=UTC)
-    view = node_view("node", "driver", now, facts, (), NodeState(), (), (), plugin_runs=True)
+    view = node_view("node", "driver", now, facts, plugin_runs=True)
     assert [(one.uuid, one.index) for one in view.gpus] == [
         ("GPU-1", indexes[0]),
         ("GPU-2", lost),

@@ -165,18 +165,8 @@ def test_programs_that_keep_gpus_from_virtual_machines(host: Host) -> None:
 def test_top_shows_a_card_under_vfio_as_neither_lost_nor_unknown(host: Host) -> None:
     step = host.bind(0)
     inventory = host.simulated.discover(host.known)
-    facts = NvmlFacts(inventory)
-    view = node_view(
-        "node-a",
-        "gpu.nvidia.com",
-        datetime(2026, 8, 7, tzinfo=UTC),
-        facts,
-        (),
-        NodeState(),
-        (),
-        (),
-        plugin_runs=False,
-    )
+    now = datetime(2026, 8, 7, tzinfo=UTC)
+    view = node_view("node-a", "gpu.nvidia.com", now, NvmlFacts(inventory), plugin_runs=False)
     [seen] = [gpu for gpu in view.gpus if gpu.uuid == step.gpu_uuid]
     assert seen == SeenGpu(
         inventory.gpu_names[step.gpu_uuid], step.gpu_uuid, None, health="vfio", pci_bus_id=step.pci_bus_id

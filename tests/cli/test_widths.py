@@ -9,16 +9,14 @@ from __future__ import annotations
 import io
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import pynvml
 import pytest
 
-from dra_driver.app.logs import configure_logs
 from dra_driver.cli.commands import ROOT as ALL
 from dra_driver.cli.commands import call
 from dra_driver.cli.flags import Command, read
@@ -27,6 +25,7 @@ from tests.fakes.tables import read_yaml
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "hack"), str(ROOT / "hack/record")]
 
+import commands_page  # noqa: E402
 from recorded_node import RecordedNode  # noqa: E402
 
 Recorded = dict[str, Any]
@@ -45,9 +44,13 @@ Prints = Callable[..., list[str]]
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[RecordedNode]:
-    # Short, because the path of a socket has 107 bytes at most.
-    with TemporaryDirectory(prefix="w-") as directory, RecordedNode(Path(directory)) as made:
+    with commands_page.fresh_node() as made:
         yield made
+
+
+def test_page_has_what_the_commands_print_now(node: RecordedNode) -> None:
+    differing = [path.name for path, text in commands_page.recorded(node).items() if path.read_text() != text]
+    assert differing == [], "run `make golden`"
 
 
 class _Terminal(io.StringIO):
@@ -60,8 +63,9 @@ class _Terminal(io.StringIO):
 
 
 @pytest.fixture
-def prints(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prints]:
+def prints(monkeypatch: pytest.MonkeyPatch, memory_path: Path, closed_nvml: None) -> Prints:
     """The lines that a command prints on a terminal of so many columns, or into a pipe."""
+    monkeypatch.setattr(tempfile, "tempdir", str(memory_path))
 
     def run(arguments: list[str], columns: int | None, **environment: str) -> list[str]:
         output = _Terminal(is_one=columns is not None)
@@ -76,10 +80,7 @@ def prints(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prints]:
         monkeypatch.setattr(sys, "stdout", sys.__stdout__)
         return output.getvalue().splitlines()
 
-    yield run
-    configure_logs("critical", "console")
-    pynvml.nvmlLib = None
-    pynvml._nvmlGetFunctionPointer_cache.clear()
+    return run
 
 
 def _plain(line: str) -> str:

@@ -113,10 +113,10 @@ def changed(chance: random.Random, spec: Json) -> Json:
 
 def found(document: Json) -> list[str]:
     if document["kind"] == "Pod":
-        return [str(fault) for fault in pod_faults(document["spec"], "spec")]
+        return pod_faults(document["spec"], "spec")
     if document["kind"] == "DeviceTaintRule":
-        return [str(fault) for fault in taint_rule_faults(document)]
-    return [str(fault) for fault in object_faults(document, DRIVER)]
+        return taint_rule_faults(document)
+    return object_faults(document, DRIVER)
 
 
 def test_documents_that_the_api_server_refuses_have_faults(cluster: Cluster, space: str) -> None:

@@ -10,15 +10,24 @@ from typing import Any
 
 from playground.apiserver.store import copy_json
 
+from dra_driver.cli.validation.machine_fit import MachineFit
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import FIELD_MANAGER
+from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.slices.api_support import ApiSupport, Support
 from dra_driver.slices.publisher import Publisher
-from dra_driver.slices.rules.build import none_withheld, untainted
-from dra_driver.slices.rules.diff import Owner
+from dra_driver.slices.rules.build import build_pool, none_withheld, untainted
+from dra_driver.slices.rules.diff import Owner, slice_changes
+from tests.fakes.samples import DRIVER, NODE
 
 JsonObject = dict[str, Any]
+
+
+def machine_fit(found: Inventory, **more: Any) -> MachineFit:
+    """A machine as `validate` tries claims on it, with what the plugin publishes for this inventory."""
+    slices = slice_changes(build_pool(found, NODE), (), Owner(DRIVER, NODE, "")).creates
+    return MachineFit("m", DRIVER, slices, found, **more)
 
 
 class RecordedCalls:

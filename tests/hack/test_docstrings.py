@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,12 @@ class Described(NamedTuple):
     text: str
 
 
-def described() -> Iterator[Described]:
+@cache
+def described() -> Sequence[Described]:
+    return [*_described()]
+
+
+def _described() -> Iterator[Described]:
     for path in sorted((ROOT / "dra_driver").rglob("*.py")):
         if "pb" in path.parts:
             continue

@@ -167,6 +167,7 @@ def test_terminal_is_drawn_again_and_left_as_it_was(end: str, tmp_path: Path) ->
 
 @tabled("arguments", "more", "is_coloured")
 def test_colour(arguments: list[str], more: dict[str, str], is_coloured: bool, tmp_path: Path) -> None:
+    """tests/cli/test_widths.py has NO_COLOR and dumb terminals."""
     nothing = ["--kubelet-plugins-directory-path", str(tmp_path), "--cdi-root", str(tmp_path / "cdi")]
     shown = on_terminal(
         80, "top", "--once", "--simulate", "t4-4", *nothing, *arguments, **{"TERM": "xterm", **more}

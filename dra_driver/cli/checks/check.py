@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from dra_driver.base.installation import from_outside, logs
 from dra_driver.base.threads import run_in_parallel
-from dra_driver.cli.rules.findings import Finding, fail, warn
+from dra_driver.cli.rules.findings import Finding, Outcome, fail, warn
 from dra_driver.errors import DraDriverError
 from dra_driver.model.dataclass import dataclass, replace
 
@@ -32,12 +32,6 @@ class Check:
     name: str
     look: Look
     slow: tuple[str, str] = ("this node is slow", "`dmesg --level=err,warn` on the node shows what hangs")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    check: str
-    finding: Finding
 
 
 class Shared(Generic[T]):

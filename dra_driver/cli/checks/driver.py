@@ -276,12 +276,9 @@ class DriverChecks:
             cut = next((gpu.partitioning for gpu in on if gpu.uuid in empty), None)
             placed = cut.profiles if cut is not None else ()
             smallest = min((one.profile for one in placed), key=lambda one: one.memory_mib, default=None)
-            first = next(iter(empty.values()))
-            one = (
-                ""
-                if smallest is None
-                else f"`nvidia-smi mig -i {first} -cgi {smallest.profile_id} -C` creates one, and "
-            )
+            first, one = next(iter(empty.values())), ""
+            if smallest is not None:
+                one = f"`nvidia-smi mig -i {first} -cgi {smallest.profile_id} -C` creates one, and "
             return fail(
                 f"the plugin does not publish GPUs in MIG mode without MIG devices: {named(list(empty.values()))}",
                 f"{helm_set('dynamicMig.enabled=true')} creates MIG devices "
@@ -296,24 +293,21 @@ class DriverChecks:
         users = self.gpu_users()
         if users is None:
             return skip("not checked: the processes of the host are not visible here (needs hostPID: true)")
-        if users:
-            hinders, cure = (
-                "no virtual machine can get these GPUs",
-                "do not run these programs on nodes with virtual machines",
-            )
-            if self.settings.dynamic_mig:
-                hinders = "the NVIDIA driver cannot switch MIG mode"
-                cure = "switch MIG mode on at boot, before these programs start"
-            page = "mig" if self.settings.dynamic_mig else "passthrough"
-            inventory = self.inventory.or_none() or Inventory()
-            modes = {gpu.mig_enabled for gpu in inventory.gpus if gpu.partitioning is not None}
-            if self.settings.dynamic_mig and modes == {True}:
-                return ok(f"these programs keep GPUs open, but MIG mode is on already: {named(users)}")
+        if not users:
+            return ok("no other program keeps a GPU open")
+        if not self.settings.dynamic_mig:
             return fail(
-                f"these programs keep GPUs open, so {hinders}: {named(users)}",
-                f"{cure}, or make them release the GPUs (docs/{page}.md)",
+                f"these programs keep GPUs open, so no virtual machine can get these GPUs: {named(users)}",
+                "do not run these programs on nodes with virtual machines, or make them release the GPUs "
+                "(docs/passthrough.md)",
             )
-        return ok("no other program keeps a GPU open")
+        inventory = self.inventory.or_none() or Inventory()
+        if {gpu.mig_enabled for gpu in inventory.gpus if gpu.partitioning is not None} == {True}:
+            return ok(f"these programs keep GPUs open, but MIG mode is on already: {named(users)}")
+        return fail(
+            f"these programs keep GPUs open, so the NVIDIA driver cannot switch MIG mode: {named(users)}",
+            "switch MIG mode on at boot, before these programs start, or make them release the GPUs (docs/mig.md)",
+        )
 
     def imex(self) -> Finding:
         """Check that claims get their IMEX channel."""

@@ -48,15 +48,14 @@ class KubeletChecks:
             )
             for one in failing
         ]
-        listed = {"cleanup-pending"} | (
-            {"claims-failing"} if failing else set()
-        )  # by another check, and above
-        for problem in problems:
-            if problem.code not in listed:
-                found.append(of_text(problem.text, fails=keeps_pods_away(problem)))
-        if found:
-            return found
-        return [ok("the plugin is running and reports no problems")]
+        # Another check lists pending cleanup.
+        listed = {"cleanup-pending", "claims-failing"} if failing else {"cleanup-pending"}
+        found += [
+            of_text(problem.text, fails=keeps_pods_away(problem))
+            for problem in problems
+            if problem.code not in listed
+        ]
+        return found or [ok("the plugin is running and reports no problems")]
 
     def directories(self) -> Finding:
         # A pod without privileges has only its own plugin directory mounted.

@@ -353,12 +353,13 @@ def room_text(product: str, counts: Mapping[str, int]) -> str:
     return f"{product}: room for {', or '.join([*whole, *profiles])}"
 
 
-def versions_of(slices: Iterable[Slice], images: Iterable[tuple[str, str]]) -> dict[str, dict[str, str]]:
+def versions_of(slices: Iterable[Slice], plugins: Iterable[PluginPod]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for device in (device for one in slices for device in one.devices):
         for what, version in device.versions:
             found.setdefault(what, {})[device.node] = version
-    return found | ({PLUGIN: dict(images)} if images else {})
+    images = {pod.node: pod.image for pod in plugins}
+    return found | ({PLUGIN: images} if images else {})
 
 
 def drift(versions: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
@@ -367,15 +368,6 @@ def drift(versions: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
         for version, _ in others:
             nodes = sorted(node for node, own in of_nodes.items() if own == version)
             yield f"{what} {version} on {first_of(nodes)}, {usual} on {counted(count, 'other node')}"
-
-
-def plugin_image(pod: Mapping[str, Any], driver: str) -> tuple[str, str] | None:
-    spec = pod.get("spec") or {}
-    for container in spec.get("containers") or ():
-        values = {entry["name"]: entry.get("value") for entry in container.get("env") or ()}
-        if values.get("DRIVER_NAME") == driver and spec.get("nodeName"):
-            return str(spec["nodeName"]), str(container.get("image"))
-    return None
 
 
 def _pool_rows(
@@ -496,10 +488,11 @@ def _waiting(
 
 @dataclass(frozen=True, slots=True)
 class PluginPod:
-    """`proxy` is the API server's path to the pod's pages."""
+    """`proxy` is the API server's path to the pod's pages. Without metrics, `port` is ""."""
 
     node: str
     namespace: str
+    image: str
     proxy: str
     metrics: str
     port: str
@@ -509,11 +502,12 @@ def plugin_pod(pod: Mapping[str, Any], driver: str) -> PluginPod | None:
     spec, metadata = pod.get("spec") or {}, pod["metadata"]
     for container in spec.get("containers") or ():
         values = {entry["name"]: entry.get("value") or "" for entry in container.get("env") or ()}
-        port = values.get("HTTP_ENDPOINT", "").rpartition(":")[2]
-        path = values.get("METRICS_PATH") or "/metrics"
-        if values.get("DRIVER_NAME") == driver and port and path != "off" and spec.get("nodeName"):
-            place = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}:{port}/proxy"
-            return PluginPod(spec["nodeName"], metadata["namespace"], place, path, port)
+        if values.get("DRIVER_NAME") == driver and spec.get("nodeName"):
+            path = values.get("METRICS_PATH") or "/metrics"
+            port = "" if path == "off" else values.get("HTTP_ENDPOINT", "").rpartition(":")[2]
+            proxy = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}:{port}/proxy"
+            image = str(container.get("image"))
+            return PluginPod(spec["nodeName"], metadata["namespace"], image, proxy, path, port)
     return None
 
 

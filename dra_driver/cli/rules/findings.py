@@ -32,6 +32,12 @@ class Finding:
     version: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    check: str
+    finding: Finding
+
+
 def ok(seen: str, version: str | None = None) -> Finding:
     return Finding("OK", seen, version=version)
 
@@ -67,12 +73,12 @@ _VERIFIED = {
 """The checks that verify a subject, and the one that reports its version."""
 
 
-def verified(found: Sequence[tuple[str, Finding]]) -> dict[str, dict[str, str | None]]:
-    """Return what Kubernetes AI conformance requires, from check names and findings."""
-    versions = {check: finding.version for check, finding in found}
+def verified(outcomes: Sequence[Outcome]) -> dict[str, dict[str, str | None]]:
+    """Return what Kubernetes AI conformance requires."""
+    versions = {one.check: one.finding.version for one in outcomes}
     return {
         subject: {
-            "status": worst(finding for check, finding in found if check in checks).status,
+            "status": worst(one.finding for one in outcomes if one.check in checks).status,
             "version": versions.get(of_version),
         }
         for subject, (checks, of_version) in _VERIFIED.items()

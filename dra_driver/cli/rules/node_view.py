@@ -31,6 +31,7 @@ from dra_driver.model.remedies import NOT_STARTED
 from dra_driver.reporting.rules.claim_usage import unclaimed
 
 InstanceIds = Mapping[str, tuple[str, int, int]]
+_NO_STATE = NodeState()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +165,15 @@ def node_view(
     driver: str,
     now: datetime,
     nvml: NvmlFacts,
-    claims: Sequence[PreparedClaim],
-    state: NodeState,
-    daemons: Sequence[MpsDaemonStatus],
-    notes: Iterable[str],
+    claims: Sequence[PreparedClaim] = (),
+    state: NodeState = _NO_STATE,
+    daemons: Sequence[MpsDaemonStatus] = (),
+    notes: Iterable[str] = (),
     problems: Iterable[NodeProblem] = (),
     *,
     plugin_runs: bool,
 ) -> NodeView:
-    """Combine all sources. `notes` are shown without duplicates."""
+    """`notes` are shown without duplicates."""
     inventory, at = nvml.inventory, now.timestamp()
     ids = state.instance_ids(inventory)
     names, places, hidden = _names_and_places(nvml, state)

@@ -151,12 +151,11 @@ def _documents(file: str, text: str) -> Iterator[Document]:
         while loader.check_node():
             node: Any = loader.get_node()
             line = node.start_mark.line + 1
-            twice = _twice(node, "", set())
-            if twice is not None:
-                yield Document(file, line, problem=f"{twice} appears twice")
-                continue
-            if _values(node, {}) > _MAX_VALUES:
-                yield Document(file, line, problem="its aliases expand to too many values")
+            try:
+                if _values(node, "", {}) > _MAX_VALUES:
+                    raise InvalidConfigError("its aliases expand to too many values")
+            except InvalidConfigError as error:
+                yield Document(file, line, problem=str(error))
                 continue
             yield from _taken_apart(Document(file, line, loader.construct_document(node)))
     except RecursionError:
@@ -183,44 +182,28 @@ def _taken_apart(document: Document) -> Iterator[Document]:
         yield document
 
 
-def _values(node: Any, known: dict[int, int]) -> int:
-    """Count a value that contains itself once."""
+def _values(node: Any, path: str, known: dict[int, int]) -> int:
+    """Count values with aliases expanded, and a value that contains itself once.
+
+    Raises: InvalidConfigError for a duplicate key, which YAML would silently overwrite.
+    """
     import yaml
 
-    if id(node) not in known:
-        known[id(node)] = 1
-        inner: list[Any] = []
-        if isinstance(node, yaml.ScalarNode):
-            known[id(node)] += len(node.value) // 64
-        if isinstance(node, yaml.MappingNode):
-            inner = [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            inner = node.value
-        known[id(node)] += sum(_values(item, known) for item in inner)
-    return known[id(node)]
-
-
-def _twice(node: Any, path: str, seen: set[int]) -> str | None:
-    """Return the path of a duplicate key, which YAML would silently overwrite."""
-    import yaml
-
-    if id(node) in seen:
-        return None
-    seen.add(id(node))
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = count = 1
     if isinstance(node, yaml.MappingNode):
         names: set[str] = set()
         for key, value in node.value:
             name = str(key.value)
             here = f"{path}.{name}" if path else name
             if name in names and name != "<<":
-                return here
+                raise InvalidConfigError(f"{here} appears twice")
             names.add(name)
-            found = _twice(value, here, seen)
-            if found is not None:
-                return found
+            count += _values(key, here, known) + _values(value, here, known)
     elif isinstance(node, yaml.SequenceNode):
-        for number, item in enumerate(node.value):
-            found = _twice(item, f"{path}[{number}]", seen)
-            if found is not None:
-                return found
-    return None
+        count += sum(_values(item, f"{path}[{number}]", known) for number, item in enumerate(node.value))
+    else:
+        count += len(node.value) // 64
+    known[id(node)] = count
+    return count

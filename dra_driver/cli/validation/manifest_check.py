@@ -161,7 +161,7 @@ class ManifestCheck:
                 self._labels[str(document.metadata.get("name"))] = document.labels
             if kind not in KINDS:
                 continue
-            found = [str(fault) for fault in object_faults(content, self.driver)]
+            found = object_faults(content, self.driver)
             self._faults[id(document)] = found
             of_cluster = kind == "DeviceClass"
             own = "" if of_cluster else self._namespace_of(document)
@@ -193,7 +193,7 @@ class ManifestCheck:
             if not report.faults:
                 self._object(document, as_v1(content), report)
         elif is_parameters(content):
-            report.faults += [str(fault) for fault in parameter_faults(content, "")]
+            report.faults += parameter_faults(content, "")
         elif pods := list(pod_specs(content)):
             self._pods(pods, self._namespace_of(document), report)
         else:
@@ -244,7 +244,7 @@ class ManifestCheck:
             (report.faults if needs_all or not tried.fits else report.notes).extend(problems)
 
     def _taint_rule(self, content: JsonObject, report: DocumentReport) -> None:
-        report.faults += [str(fault) for fault in taint_rule_faults(content)]
+        report.faults += taint_rule_faults(content)
         if report.faults:
             return
         driver = (content["spec"].get("deviceSelector") or {}).get("driver")
@@ -380,14 +380,12 @@ class ManifestCheck:
             )
         if against and not self._has_mig and "mig" in kinds:
             made = named(sorted(self._profile_classes().values()), _MAX_PROFILES)
-            report.hints.append(
-                "the machine has no MIG devices"
-                + (
-                    f"; with --dynamic-mig they are created on demand; the possible profiles are {made}"
-                    if made
-                    else ""
-                )
+            how = (
+                f"; with --dynamic-mig they are created on demand; the possible profiles are {made}"
+                if made
+                else ""
             )
+            report.hints.append(f"the machine has no MIG devices{how}")
         return not against
 
     def _report_fit(self, machine: MachineFit, fit: Fit, report: DocumentReport) -> None:
@@ -412,7 +410,7 @@ class ManifestCheck:
 
     def _pods(self, pods: Sequence[tuple[str, JsonObject]], namespace: str, report: DocumentReport) -> None:
         for path, spec in pods:
-            report.faults += [str(fault) for fault in pod_faults(spec, path)]
+            report.faults += pod_faults(spec, path)
         if report.faults:
             return
         for path, spec in ((path, with_claims_once(spec)) for path, spec in pods):
@@ -445,7 +443,7 @@ class ManifestCheck:
             if found is None:
                 continue
             claims.append(found)
-            report.faults += [str(fault) for fault in unknown_requests(spec, entry, found)]
+            report.faults += unknown_requests(spec, entry, found)
             with_mps[entry] = mps_requests(found, self._classes, self.driver)
             report.hints += trap_hints(spec, entry, uses_mps=any(with_mps[entry].values()))
         report.hints += mps_hints(spec, with_mps, extended)
@@ -540,10 +538,10 @@ class ManifestCheck:
                 )
             elif resource.startswith("nvidia.com/"):
                 near = get_close_matches(resource, served, 1, _ALIKE)
+                meant = f"; did you mean {near[0]}?" if near else ""
                 report.hints.append(
                     f"{resource} is served by gpu-dra-driver only if a DeviceClass has "
-                    f"extendedResourceName: {resource} (Kubernetes 1.36, or the gate DRAExtendedResource)"
-                    + (f"; did you mean {near[0]}?" if near else "")
+                    f"extendedResourceName: {resource} (Kubernetes 1.36, or the gate DRAExtendedResource){meant}"
                 )
             elif resource.startswith(IMPLICIT):
                 self._knows_classes([resource.removeprefix(IMPLICIT)], report)

@@ -13,6 +13,7 @@ from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.machine_fit import MachineFit
 from dra_driver.cli.validation.manifest_check import check_documents
 from tests.fakes.samples import DRIVER, h100, inventory
+from tests.fakes.slices import machine_fit
 from tests.fakes.tables import data_of
 
 Json = dict[str, Any]
@@ -42,11 +43,7 @@ def replaced(document: Json, path: tuple[Any, ...], value: Any) -> Json:
 
 @pytest.fixture(scope="module")
 def machine() -> MachineFit:
-    found = inventory(*map(h100, range(4)))
-    devices = [{"name": name, "attributes": {"type": {"string": "gpu"}}} for name in found.by_name]
-    spec = {"driver": DRIVER, "nodeName": "m", "devices": devices}
-    pool = {"name": "m", "generation": 1, "resourceSliceCount": 1}
-    return MachineFit("m", DRIVER, [{"spec": {**spec, "pool": pool}}], found)
+    return machine_fit(inventory(*map(h100, range(4))))
 
 
 @pytest.mark.parametrize("document", OBJECTS, ids=lambda document: str(document["kind"]))

@@ -11,15 +11,14 @@ import pytest
 import yaml
 
 from dra_driver.cli.validation.documents import Document, read_documents
-from dra_driver.cli.validation.machine_fit import MachineFit
 from dra_driver.cli.validation.manifest_check import check_documents
 from dra_driver.cli.validation.rules import cel, classes
 from dra_driver.cli.validation.rules.cel import NotJudgedError, SelectorError, view
 from dra_driver.cli.validation.rules.selectors import NOT_INSTALLED, compiled
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.inventory import Inventory
 from dra_driver.slices.rules.build import build_pool
-from tests.fakes.samples import DRIVER, MIXED, NODE, h100
+from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
+from tests.fakes.slices import machine_fit
 from tests.fakes.tables import tabled
 
 ROOT = Path(__file__).parents[3]
@@ -128,17 +127,10 @@ def claim(*selectors: str, class_name: str = "gpu.nvidia.com") -> Document:
     return Document("claim.yaml", 1, content)
 
 
-def machine(inventory: Inventory = MIXED) -> MachineFit:
-    pool = {"name": NODE, "generation": 1, "resourceSliceCount": 1}
-    devices = list(build_pool(inventory, NODE).slices[0].devices)
-    spec = {"driver": DRIVER, "nodeName": NODE, "pool": pool, "devices": devices}
-    return MachineFit("m", DRIVER, [{"spec": spec}], inventory)
-
-
 @pytest.mark.usefixtures("without_cel")
 def test_a_claim_without_a_selector_is_judged_without_the_package() -> None:
     documents = [claim(), claim("device.driver =="), claim(class_name="mig-1g.5gb.nvidia.com")]
-    whole, selecting, absent = check_documents(documents, DRIVER, [machine()])
+    whole, selecting, absent = check_documents(documents, DRIVER, [machine_fit(MIXED)])
     assert (whole.verdict, len(whole.devices)) == ("OK", 1)
     assert (selecting.verdict, selecting.faults, selecting.notes) == (
         *("not judged", []),
@@ -150,5 +142,5 @@ def test_a_claim_without_a_selector_is_judged_without_the_package() -> None:
 
 def test_the_example_of_selectors_compares_versions_and_fits() -> None:
     documents = list(read_documents([str(ROOT / "examples/selectors")]))
-    template, _ = check_documents(documents, DRIVER, [machine(Inventory(MIXED.versions, (h100(0),)))])
+    template, _ = check_documents(documents, DRIVER, [machine_fit(inventory(h100(0)))])
     assert (template.verdict, template.hints, len(template.devices)) == ("OK", [], 1)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dra_driver.cli.validation.machine_fit import MachineFit
 from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.model.gpu import Fabric
 from dra_driver.model.host import ExtraDevices
-from tests.cli.validation.test_passthrough import slices_of
 from tests.fakes.samples import DRIVER, h100, inventory
+from tests.fakes.slices import machine_fit
 
 
 def test_claim_that_waits_for_imex_channels_fits_with_a_hint() -> None:
     fabric = Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", (3,))
     found = inventory(h100(0, fabric=fabric))
     spec = {"devices": {"requests": [{"name": "g", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}}
-    machine = MachineFit("m", DRIVER, slices_of(found), found, extra_devices=ExtraDevices(imex=3))
-    fit = machine.claim(spec, standard_classes(DRIVER))
+    fit = machine_fit(found, extra_devices=ExtraDevices(imex=3)).claim(spec, standard_classes(DRIVER))
     assert (fit.problem, fit.refusal, len(fit.devices)) == (None, None, 1)
     assert fit.delay is not None
     assert fit.delay.startswith(

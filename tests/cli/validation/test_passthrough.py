@@ -7,32 +7,14 @@ from typing import Any
 import yaml
 
 from dra_driver.cli.validation.documents import Document
-from dra_driver.cli.validation.machine_fit import MachineFit
 from dra_driver.cli.validation.manifest_check import DocumentReport, check_documents
 from dra_driver.model.inventory import Inventory
-from dra_driver.slices.rules.build import build_pool
-from tests.fakes.samples import DRIVER, GPU_0, GPU_1, NODE, VFIO_0, VFIO_1, bound, card, h100, inventory
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, VFIO_0, VFIO_1, bound, card, h100, inventory
+from tests.fakes.slices import machine_fit
 
 Json = dict[str, Any]
 MACHINE = inventory(h100(0), h100(1), cards=(card(0), card(1)))
 PARAMETERS = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "VfioDeviceConfig"}
-
-
-def slices_of(found: Inventory) -> list[Json]:
-    pool = build_pool(found, NODE)
-    place = {"name": NODE, "generation": 1, "resourceSliceCount": len(pool.slices)}
-    return [
-        {
-            "spec": {
-                "driver": DRIVER,
-                "nodeName": NODE,
-                "pool": place,
-                "devices": list(content.devices),
-                "sharedCounters": list(content.shared_counters),
-            }
-        }
-        for content in pool.slices
-    ]
 
 
 def report(found: Inventory, *classes: str, **devices: Any) -> DocumentReport:
@@ -47,7 +29,7 @@ def report(found: Inventory, *classes: str, **devices: Any) -> DocumentReport:
         "spec": {"devices": {"requests": requests, **devices}},
     }
     document = Document("c.yaml", 1, yaml.safe_load(yaml.safe_dump(claim)))
-    (made,) = check_documents([document], DRIVER, [MachineFit("m", DRIVER, slices_of(found), found)])
+    (made,) = check_documents([document], DRIVER, [machine_fit(found)])
     return made
 
 

@@ -14,10 +14,10 @@ import yaml
 from dra_driver.api.config import GROUP_VERSION, WORDS, DeviceType
 from dra_driver.api.config import KINDS as CONFIG_KINDS
 from dra_driver.api.resolve import decode, needs_admin_access
-from dra_driver.cli.validation.rules.schema import GROUP, QUALIFIED, SERVED, dns_name, object_shape
+from dra_driver.cli.validation.rules.schema import GROUP, QUALIFIED, SERVED, dns_name, faults, object_shape
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.dataclass import dataclass, replace
-from dra_driver.model.schema import YAML_ERRORS, FieldFault, JsonObject, Scalar, faults
+from dra_driver.model.schema import YAML_ERRORS, JsonObject, Scalar
 
 _OLD = (
     "belongs to the old API of NVIDIA's DRA driver, before Kubernetes 1.31; write a ResourceClaim of "
@@ -112,12 +112,12 @@ _CLAIM_FIELDS: Final = ("resourceClaims", "resourceClaimName", "resourceClaimTem
 PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
 
 
-def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
+def object_faults(document: JsonObject, driver: str) -> list[str]:
     """Return the faults of a claim, template or class. If its API version is not served, that is the only fault."""
     kind, version = str(document.get("kind")), str(document.get("apiVersion")).partition("/")[2]
     if version not in SERVED:
         text = f"{document.get('apiVersion')!r} is unknown or was removed; write {GROUP}/v1 (Kubernetes 1.34 and newer)"
-        return [FieldFault("apiVersion", text)]
+        return [f"apiVersion: {text}"]
     found = faults(document, object_shape(kind, version), "")
     found += metadata_faults(document.get("metadata"))
     if found:
@@ -189,22 +189,22 @@ def _exact_request(request: JsonObject) -> JsonObject:
     return outer | {"exactly": inner} if inner else outer
 
 
-def metadata_faults(metadata: Any) -> list[FieldFault]:
+def metadata_faults(metadata: Any) -> list[str]:
     if not isinstance(metadata, dict) or not (metadata.get("name") or metadata.get("generateName")):
-        return [FieldFault("metadata.name", "is required")]
+        return ["metadata.name: is required"]
     name = metadata.get("name")
     return [] if name is None else faults(name, Scalar(str, dns_name), "metadata.name")
 
 
-def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFault]:
+def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[str]:
     requests = devices.get("requests") or []
-    found: list[FieldFault] = []
+    found: list[str] = []
     seen: set[str] = set()
     for number, request in enumerate(requests):
         here = f"{path}.requests[{number}]"
         seen.add(request["name"])
         if (request.get("exactly") is None) == (not request.get("firstAvailable")):
-            found.append(FieldFault(here, "exactly one of `exactly` and `firstAvailable` is required"))
+            found.append(f"{here}: exactly one of `exactly` and `firstAvailable` is required")
             continue
         for index, (_, body) in enumerate(alternatives(request)):
             place = "exactly" if request.get("exactly") else f"firstAvailable[{index}]"
@@ -213,9 +213,7 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
     for number, constraint in enumerate(devices.get("constraints") or ()):
         here = f"{path}.constraints[{number}]"
         if (constraint.get("matchAttribute") is None) == (constraint.get("distinctAttribute") is None):
-            found.append(
-                FieldFault(here, "exactly one of `matchAttribute` and `distinctAttribute` is required")
-            )
+            found.append(f"{here}: exactly one of `matchAttribute` and `distinctAttribute` is required")
         found += _unknown_requests(constraint.get("requests"), f"{here}.requests", seen)
     entries = devices.get("config") or []
     refused = [] if found else [fault for use in _uses(devices, path, driver) for fault in _use_faults(use)]
@@ -265,16 +263,14 @@ def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
                 yield _Use(here, named, name, parameters, meant)
 
 
-def _use_faults(use: _Use) -> Iterator[FieldFault]:
+def _use_faults(use: _Use) -> Iterator[str]:
     """Yield what Prepare would refuse: parameters for a request whose classes all select another type of device, and
     `management` or MaintenanceConfig without adminAccess.
     """
     kinds = CONFIG_KINDS[use.kind]
     if use.named is not None and not use.of_type(None, *kinds):
         classes = ", ".join(body["deviceClassName"] for body in use.bodies.values())
-        yield FieldFault(
-            use.named, f"{use.kind} does not apply to request {use.request!r} of class {classes}"
-        )
+        yield f"{use.named}: {use.kind} does not apply to request {use.request!r} of class {classes}"
     what = "management" if use.parameters.get("management") is True and "vfio" not in kinds else None
     what = use.kind if use.kind == "MaintenanceConfig" else what
     if what is None:
@@ -282,7 +278,7 @@ def _use_faults(use: _Use) -> Iterator[FieldFault]:
     concerns = use.named is not None or len(use.of_type(*kinds)) == len(use.bodies)
     if concerns and not all(body.get("adminAccess") is True for body in use.bodies.values()):
         place = use.named or f"{use.entry}.opaque.parameters.{'kind' if what == use.kind else what}"
-        yield FieldFault(place, needs_admin_access(what, use.request.partition("/")[0]))
+        yield f"{place}: {needs_admin_access(what, use.request.partition('/')[0])}"
 
 
 def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[str]:
@@ -308,27 +304,27 @@ def class_type(name: str) -> DeviceType | None:
     return "mig" if name.startswith(begin) and name.endswith(end) else CLASS_TYPES.get(name)
 
 
-def _body_faults(body: JsonObject, path: str) -> Iterator[FieldFault]:
+def _body_faults(body: JsonObject, path: str) -> Iterator[str]:
     if not body.get("deviceClassName"):
-        yield FieldFault(f"{path}.deviceClassName", "is required")
+        yield f"{path}.deviceClassName: is required"
     if body.get("allocationMode") == "All" and body.get("count"):
-        yield FieldFault(f"{path}.count", "cannot be combined with allocationMode All; remove one of them")
+        yield f"{path}.count: cannot be combined with allocationMode All; remove one of them"
     if (body.get("count") or 0) < 0:
-        yield FieldFault(f"{path}.count", f"{body['count']} must be greater than zero")
+        yield f"{path}.count: {body['count']} must be greater than zero"
     for number, toleration in enumerate(body.get("tolerations") or ()):
         here = f"{path}.tolerations[{number}]"
         if toleration.get("operator") == "Exists" and toleration.get("value"):
-            yield FieldFault(f"{here}.value", "must be empty with operator Exists; write operator: Equal")
+            yield f"{here}.value: must be empty with operator Exists; write operator: Equal"
     for name in (body.get("capacity") or {}).get("requests") or {}:
         if not QUALIFIED.match(str(name)):
-            yield FieldFault(f"{path}.capacity.requests.{name}", f"{name!r} is not the name of a capacity")
+            yield f"{path}.capacity.requests.{name}: {name!r} is not the name of a capacity"
 
 
 def _config_faults(
     entries: Sequence[JsonObject], path: str, requests: set[str] | None, driver: str
-) -> list[FieldFault]:
+) -> list[str]:
     """Return the faults of config entries; they may name `requests`, except in a class (None)."""
-    found: list[FieldFault] = []
+    found: list[str] = []
     for number, entry in enumerate(entries):
         here = f"{path}[{number}]"
         if requests is not None:
@@ -338,9 +334,9 @@ def _config_faults(
             found += parameter_faults(entry["opaque"]["parameters"], f"{here}.opaque.parameters")
         elif is_misspelled(named, driver):
             text = f"{named!r} is another driver, so gpu-dra-driver ignores the parameters; did you mean {driver}?"
-            found.append(FieldFault(f"{here}.opaque.driver", text))
+            found.append(f"{here}.opaque.driver: {text}")
         elif not isinstance(entry["opaque"]["parameters"], dict):
-            found.append(FieldFault(f"{here}.opaque.parameters", "must be an object"))
+            found.append(f"{here}.opaque.parameters: must be an object")
     return found
 
 
@@ -348,27 +344,19 @@ def is_misspelled(named: str, driver: str) -> bool:
     return named != driver and bool(get_close_matches(named, [driver], 1, _ALIKE))
 
 
-def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
+def parameter_faults(parameters: Any, path: str) -> list[str]:
     try:
         decode(parameters, replace(WORDS, unknown=None, meant=True))
     except InvalidConfigError as error:
-        split = (fault.partition(": ") for fault in error.faults)
-        dot = "." if path else ""
-        return [
-            FieldFault(f"{path}{dot}{field}", text)
-            if not field.startswith("the parameters ")
-            else FieldFault(path, f"{field}{colon}{text}")
-            for field, colon, text in split
-        ]
+        whole = error.faults[0].startswith("the parameters ")  # not a field of them
+        before = f"{path}{': ' if whole else '.'}" if path else ""
+        return [before + fault for fault in error.faults]
     return []
 
 
-def _unknown_requests(names: Any, path: str, known: set[str]) -> list[FieldFault]:
+def _unknown_requests(names: Any, path: str, known: set[str]) -> list[str]:
     return [
-        FieldFault(
-            f"{path}[{number}]",
-            f"there is no request {name!r}; the requests are: {', '.join(sorted(known)) or 'none'}",
-        )
+        f"{path}[{number}]: there is no request {name!r}; the requests are: {', '.join(sorted(known)) or 'none'}"
         for number, name in enumerate(names or ())
         if name not in known
     ]

@@ -15,19 +15,10 @@ from typing import Any, Literal
 from dra_driver.api.config import DeviceType
 from dra_driver.api.resolve import config_for_result
 from dra_driver.cli.validation.rules.manifests import alternatives, class_type, requests_of
-from dra_driver.cli.validation.rules.schema import amount, distinct, model_shape
+from dra_driver.cli.validation.rules.schema import amount, distinct, faults, model_shape
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import DeviceConfig, DeviceResult
-from dra_driver.model.schema import (
-    Anything,
-    FieldFault,
-    JsonObject,
-    ListField,
-    MapField,
-    Object,
-    Scalar,
-    faults,
-)
+from dra_driver.model.schema import Anything, JsonObject, ListField, MapField, Object, Scalar
 from dra_driver.model.units import parse_quantity
 
 IMPLICIT = "deviceclass.resource.kubernetes.io/"
@@ -67,7 +58,7 @@ def _pod_shape() -> Object:
     )
 
 
-def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
+def pod_faults(spec: JsonObject, path: str) -> list[str]:
     found = faults(spec, _pod_shape(), path)
     if found:
         return found
@@ -76,17 +67,17 @@ def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
         given = [key for key in ("resourceClaimName", "resourceClaimTemplateName") if entry.get(key)]
         if len(given) != 1:
             text = "exactly one of `resourceClaimName` and `resourceClaimTemplateName` is required"
-            found.append(FieldFault(f"{path}.resourceClaims[{number}]", text))
+            found.append(f"{path}.resourceClaims[{number}]: {text}")
     names = {entry["name"] for entry in entries}
     for here, claim in _used_claims(spec):
         if claim["name"] not in names:
             known = ", ".join(sorted(names)) or "none"
             text = f"there is no entry {claim['name']!r} in resourceClaims; the entries are: {known}"
-            found.append(FieldFault(f"{path}.{here}.name", text))
+            found.append(f"{path}.{here}.name: {text}")
     return [*found, *_resource_faults(spec, path)]
 
 
-def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
+def _resource_faults(spec: JsonObject, path: str) -> Iterator[str]:
     for place, container in _containers(spec):
         resources = container.get("resources") or {}
         limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
@@ -97,10 +88,10 @@ def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
                     yield from _not_standard(str(name), here)
                 elif not _is_whole(wanted):
                     text = f"{wanted!r} is not a whole number; a device cannot be divided"
-                    yield FieldFault(here, text)
+                    yield f"{here}: {text}"
                 elif kind == "requests" and str(limits.get(name)) != str(wanted):
                     text = "an extended resource needs a limit that is equal to the request"
-                    yield FieldFault(here, f"{text}; write it under limits alone")
+                    yield f"{here}: {text}; write it under limits alone"
 
 
 def _containers(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
@@ -113,11 +104,11 @@ def _claims_in(container: JsonObject) -> Sequence[JsonObject]:
     return (container.get("resources") or {}).get("claims") or ()
 
 
-def _not_standard(name: str, path: str) -> Iterator[FieldFault]:
+def _not_standard(name: str, path: str) -> Iterator[str]:
     if name not in _STANDARD and not name.startswith("hugepages-"):
         near = ["nvidia.com/gpu"] if "gpu" in name else get_close_matches(name, _STANDARD, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        yield FieldFault(path, f"is not a Kubernetes resource and has no domain{meant}")
+        yield f"{path}: is not a Kubernetes resource and has no domain{meant}"
 
 
 def _is_whole(amount: Any) -> bool:
@@ -169,15 +160,12 @@ def unused_claims(spec: JsonObject) -> list[str]:
     return [entry["name"] for entry in spec.get("resourceClaims") or () if entry["name"] not in used]
 
 
-def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[FieldFault]:
+def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[str]:
     """Return requests that containers name but the claim lacks. `entry` is the claim's name in the pod."""
     there = [str(request["name"]) for request in requests_of(claim)]
     return [
-        FieldFault(
-            f"{here}.request",
-            f"the claim has no request {used['request']!r}, so the container would get no device; the requests are: "
-            f"{', '.join(there) or 'none'}",
-        )
+        f"{here}.request: the claim has no request {used['request']!r}, so the container would get no device; the "
+        f"requests are: {', '.join(there) or 'none'}"
         for here, used in _used_claims(spec)
         if used["name"] == entry and used.get("request") and used["request"] not in there
     ]

@@ -14,6 +14,7 @@ from typing import Any, Final
 from dra_driver.cli.validation.rules.cel import NotJudgedError
 from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model import schema
 from dra_driver.model.ids import is_dns_label, is_subdomain
 from dra_driver.model.schema import Anything, ListField, MapField, Object, Scalar, Shape
 from dra_driver.model.units import parse_quantity
@@ -25,6 +26,10 @@ _VERSION = re.compile(r"^(?:Core|Resource)?V\d+(?:(?:alpha|beta)\d+)?")
 QUALIFIED: Final = re.compile(r"^(?:[a-z0-9][-a-z0-9.]*/)?[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
 """A name with or without domain."""
 _LABEL = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z")
+
+
+def faults(value: Any, shape: Shape, path: str) -> list[str]:
+    return [str(fault) for fault in schema.faults(value, shape, path)]
 
 
 def dns_label(value: str) -> str | None:

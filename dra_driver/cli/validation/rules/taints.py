@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dra_driver.cli.validation.rules.manifests import alternatives, metadata_faults, requests_of
-from dra_driver.cli.validation.rules.schema import IN_REQUEST, object_shape
+from dra_driver.cli.validation.rules.schema import IN_REQUEST, faults, object_shape
 from dra_driver.health.rules.taints import PREFIX
 from dra_driver.model.ids import names_gpus_by
-from dra_driver.model.schema import FieldFault, JsonObject, faults
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import named
 
 _EVICTS = "NoExecute"
@@ -19,10 +19,10 @@ _OUTCOMES: Mapping[str, str] = {
 }
 
 
-def taint_rule_faults(document: JsonObject) -> list[FieldFault]:
+def taint_rule_faults(document: JsonObject) -> list[str]:
     version = str(document.get("apiVersion")).partition("/")[2]
     if version not in ("v1", "v1beta2", "v1alpha3"):
-        return [FieldFault("apiVersion", f"{document.get('apiVersion')!r} has no DeviceTaintRule")]
+        return [f"apiVersion: {document.get('apiVersion')!r} has no DeviceTaintRule"]
     shape = object_shape("DeviceTaintRule", version)
     return faults(document, shape, "") + metadata_faults(document.get("metadata"))
 
