@@ -173,7 +173,7 @@ def node_view(
     *,
     plugin_runs: bool,
 ) -> NodeView:
-    """`notes` are shown without duplicates."""
+    """Show `notes` without duplicates."""
     inventory, at = nvml.inventory, now.timestamp()
     ids = state.instance_ids(inventory)
     names, places, hidden = _names_and_places(nvml, state)
