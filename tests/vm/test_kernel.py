@@ -124,7 +124,8 @@ def test_daemon_that_is_killed_while_the_kernel_hangs_leaves_a_successor_all_oth
         vm.kill()
     vm.start()
     eventually(
-        "a refusal", lambda: "does not respond: the wait for another process" in (vm.call("prepare", hanging) or "")
+        "a refusal",
+        lambda: "does not respond: the wait for another process" in (vm.call("prepare", hanging) or ""),
     )
     assert unbinds() == [writer]
     os.close(user)
