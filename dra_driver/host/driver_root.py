@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -75,13 +77,19 @@ _WATCHED = (
 )  # fmt: skip
 
 
+_FRESH_S = 1.0
+"""Pods that start together share one check."""
+
+
 class DriverRoot:
     def __init__(self, paths: HostPaths, nodes: DeviceNodeReader, *, hook: str | None = None) -> None:
         """Read below the driver root. `hook` is the host path of nvidia-cdi-hook or nvidia-ctk."""
         self._paths = paths
         self._dev = DevRoot(paths, nodes)
         self._hook = HookFinder(paths, hook)
+        self._lock = threading.Lock()
         self._known: tuple[Fingerprint, str | None, DriverFiles] | None = None
+        self._read_at = 0.0
 
     def files(self, nvml_version: str | None) -> DriverFiles:
         """Like `scan`, but return the last result while nothing has changed.
@@ -89,13 +97,21 @@ class DriverRoot:
         Results are not cached while an installation may be running: two changes within one tick of the file system's
         clock have the same time.
         """
-        known, fingerprint = self._known, self.fingerprint()
+        with self._lock:
+            known = self._known
+            read_at = self._read_at
+        if known is not None and known[1] == nvml_version and time.monotonic() - read_at < _FRESH_S:
+            return known[2]
+        fingerprint = self.fingerprint()
         if known is not None and known[:2] == (fingerprint, nvml_version):
+            with self._lock:
+                self._read_at = time.monotonic()
             return known[2]
         # Checked before the scan, so that changes during the scan get a later time.
         is_quiet = all(is_settled(mark[2]) for mark in fingerprint if isinstance(mark, tuple))
         files = self.scan(nvml_version)
-        self._known = (fingerprint, nvml_version, files) if is_quiet else None
+        with self._lock:
+            self._known = (fingerprint, nvml_version, files) if is_quiet else None
         return files
 
     def fingerprint(self) -> Fingerprint:

@@ -114,7 +114,10 @@ def test_step_fails_for_now_when_the_driver_is_gone(bench: Bench) -> None:
     assert bench.specs.read("uid-1") is None
 
 
-def test_missing_host_files_are_reported_once_until_they_change(bench: Bench) -> None:
+def test_missing_host_files_are_reported_once_until_they_change(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.host.driver_root._FRESH_S", 0.0)
     plan = bench.plan(next(iter(bench.inventory.by_name)))
     hook = bench.node.machine.host_root / "usr/bin/nvidia-cdi-hook"
     with structlog.testing.capture_logs() as logs:

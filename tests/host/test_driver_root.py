@@ -397,15 +397,16 @@ def test_linkers_look_where_the_directory_or_else_the_machine_says(
 
 
 @pytest.fixture
-def next_to_a_host(tmp_path: Path) -> DriverRoot:
-    """A driver root without a hook, next to the host's root."""
+def no_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disables the cache, as for calls with some time between them."""
+    monkeypatch.setattr("dra_driver.host.driver_root._FRESH_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_bursts")
+def test_a_hook_that_comes_to_the_hosts_root_is_seen(tmp_path: Path) -> None:
     nodes = driver_root(tmp_path / "driver", hook=False)
     paths = HostPaths(str(tmp_path / "driver"), HOST_ROOT, host_root=str(tmp_path / "host"))
-    return DriverRoot(paths, nodes)
-
-
-def test_a_hook_that_comes_to_the_hosts_root_is_seen(tmp_path: Path, next_to_a_host: DriverRoot) -> None:
-    root = next_to_a_host
+    root = DriverRoot(paths, nodes=nodes)
     assert root.files(VERSION).hook is None
     age(tmp_path)
     assert root.files(VERSION) is root.files(VERSION)
@@ -415,10 +416,13 @@ def test_a_hook_that_comes_to_the_hosts_root_is_seen(tmp_path: Path, next_to_a_h
     assert files.hook_verbs == HOOK_VERBS
 
 
+@pytest.mark.usefixtures("no_bursts")
 def test_a_hook_that_was_slow_once_is_queried_again_though_no_file_changed(
-    tmp_path: Path, next_to_a_host: DriverRoot, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = next_to_a_host
+    nodes = driver_root(tmp_path / "driver", hook=False)
+    paths = HostPaths(str(tmp_path / "driver"), HOST_ROOT, host_root=str(tmp_path / "host"))
+    root = DriverRoot(paths, nodes=nodes)
     put_hook(tmp_path / "host", "/usr/local/nvidia/toolkit/nvidia-cdi-hook")
     age(tmp_path)
     with monkeypatch.context() as slow:
@@ -470,6 +474,7 @@ def test_the_fingerprint_changes_with_the_file_system(
     assert root.fingerprint() != before
 
 
+@pytest.mark.usefixtures("no_bursts")
 def test_files_are_scanned_again_only_when_something_changed(
     tmp_path: Path, nodes: FakeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
