@@ -11,6 +11,7 @@ import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ from dra_driver.base.installation import helm_set
 from dra_driver.base.json_store import UnreadableFile
 from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.host.rooted_tree import text_of
-from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsMember
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject
 from dra_driver.mps_host import daemon as daemon_module
@@ -116,6 +117,19 @@ def test_anything_else_says_nothing_and_stays(
     files = wanted_files(layout, reported.append)
     assert (files.all(), files.quarantined()) == ({}, [layout.wanted("gpu-1")])
     assert (len(reported), layout.wanted("gpu-1").read_bytes()) == (1, content)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"uuid": "0"}, "'0' is not the UUID of a GPU"),
+        ({"device": "../x"}, "is not a device name"),
+        ({"others": (MpsMember("gpu-9", "x"),)}, "'x' is not the UUID of a GPU"),
+    ],
+)
+def test_spec_that_cannot_be_is_refused(fake: FakeHost, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(PermanentError, match=text):
+        fake.files.ensure(replace(SPEC, **changes))
 
 
 def test_differences_name_both_sides() -> None:
@@ -419,7 +433,7 @@ def test_daemon_that_is_not_wanted_any_more_does_not_count_as_running(host: Host
 def test_a_start_is_cancelled_when_the_daemon_should_stop(host: Host) -> None:
     host.behave(**NEVER_READY)
     supervisor = host.supervisor(start=60)
-    with pytest.raises(RetryableError, match="did not start the MPS daemon of gpu-2 within"):
+    with pytest.raises(RetryableError, match="did not start the MPS daemon of gpu-2 within 1 s"):
         supervisor.ensure(host.spec(), 1)
     eventually(host.daemons)
     supervisor.stop("gpu-2", PATIENCE_S)
@@ -730,7 +744,7 @@ def test_daemon_with_the_record_of_a_newer_release_is_neither_started_nor_stoppe
     with pytest.raises(
         RetryableError, match=r"install gpu-dra-driver 9\.0\.0 or newer, or remove .*gpu-2\.json"
     ):
-        supervisor.stop("gpu-2", 10)
+        supervisor.stop("gpu-2", 3)
     assert (record.read_text(), [one.pid for one in host.daemons()]) == (newer, [status.pid])
     supervisor.close()
     record.write_text(json.dumps(json.loads(newer) | {"version": 1}))  # the newer release is back
