@@ -12,15 +12,14 @@ import pytest
 
 from dra_driver.claims.calls import KubeletCall, PrepareAttempt
 from dra_driver.claims.prepare import Preparer
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import NvmlTransientError, RetryableError, StateError
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
-from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
+from tests.fakes.samples import GPU_0, claim, hold, plan, record
 
 UID = "uid-1"
-PLAN = plan_claim(claim(GPU_0), MIXED, NODE, DRIVER, ())
+PLAN = plan(claim(GPU_0))
 BEGUN = record(hold(GPU_0), uid=UID, phase="preparing")
 
 

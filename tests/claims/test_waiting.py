@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.claims.prepare import Identity
+from dra_driver.claims.rules.plan import Identity
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.errors import (
     ApiRejectedError,

@@ -17,8 +17,8 @@ from dra_driver.cdi.spec_step import ExtraDeviceFinder
 from dra_driver.claims.calls import PrepareAttempt
 from dra_driver.claims.gpu_processes import InUse
 from dra_driver.claims.lifecycle import ClaimLifecycle
-from dra_driver.claims.prepare import Identity
 from dra_driver.claims.reconciler import Reconciler, Rhythm
+from dra_driver.claims.rules.plan import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting import Waiter, WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
