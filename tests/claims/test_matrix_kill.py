@@ -158,6 +158,11 @@ def test_devices_of_a_dead_prepare_are_not_given_away(case: Case) -> None:
         assert not is_held or "is held by claim default/claim-uid-1 (UID uid-1)" in answer.error, point
 
 
+@pytest.mark.parametrize(
+    "case",
+    ["plain", "several requests", "MIG on demand with MPS and metadata", "virtual machine"],
+    indirect=True,
+)
 def test_prepare_with_another_allocation_leaves_nothing_of_the_dead_one(case: Case) -> None:
     other = claim(case.site.whole(4))
     expected = case.fresh()

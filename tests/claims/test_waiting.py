@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,15 +119,7 @@ def deallocate(node: Node) -> None:
     node.claims.deallocated.add("holder")
 
 
-def move(node: Node) -> None:
-    node.claims.add(claim(GPU_1, uid="holder"))
-
-
-def leave_unused(node: Node) -> None:
-    node.claims.unused.add("holder")
-
-
-@pytest.mark.parametrize("departs", [delete, replace_it, deallocate, move, leave_unused])
+@pytest.mark.parametrize("departs", [delete, deallocate])
 def test_prepare_waits_for_the_unprepare_of_a_holder_that_is_leaving(
     node: Node, calls: Calls, departs: Callable[[Node], None]
 ) -> None:
@@ -384,14 +375,6 @@ def test_refusal_that_passes_succeeds_in_the_same_call(
     driver = Refusing(node, monkeypatch, error, times=3)
     assert isinstance(node.prepare(claim(GPU_0)), Prepared)
     assert (len(driver.tries), node.outcomes.reported) == (4, [("prepare", None)])
-
-
-def test_record_that_was_left_in_preparing_holds_its_device(node: Node) -> None:
-    node.prepare(HOLDER)
-    prepared = node.records.get("holder")
-    assert prepared is not None
-    node.records.save(replace(prepared, phase="preparing"))
-    assert "is held by claim default/claim-holder" in error_of(node.prepare(claim(GPU_0)))
 
 
 def test_claim_whose_record_was_lost_is_not_waited_for(node: Node) -> None:

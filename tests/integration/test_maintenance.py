@@ -51,6 +51,11 @@ def failure(node: Node, ref: ClaimRef) -> str:
     return outcome.error
 
 
+def monitored(node: Node) -> int:
+    """Of how many GPUs a metric says whether the plugin watches them."""
+    return sum(name == "nvidia_dra_gpu_monitored" for name, _ in scraped(node.driver.metrics))
+
+
 def reset(node: Node, gpu: str) -> Any:
     return call("simulate", "reset", gpu, "--simulator-dir", str(node.settings.simulator_dir))
 
@@ -179,13 +184,6 @@ def test_restart_during_maintenance_keeps_the_slices_and_nvml_closed(node: Node)
     node.wait_devices(8)
 
 
-def test_file_of_a_claim_that_is_not_prepared_is_removed_by_the_next_start(node: Node) -> None:
-    node.driver.detachments.begin(900, maintenance(node, "reset", names(node)[3]))
-    node.restart_driver()
-    node.wait_devices(8)
-    assert node.driver.detachments.written() is None
-
-
 @pytest.mark.parametrize("writer", ["newer release", "damaged"])
 def test_gpu_of_a_claim_whose_record_cannot_be_read_stays_withdrawn(node: Node, writer: str) -> None:
     before = names(node)
@@ -231,6 +229,7 @@ def test_health_and_time_slices_are_those_of_before_and_nothing_is_made_up(
     sliced_ref = node.allocated_by_hand("sliced", before[1], config=sliced("Long"))
     node.ready(sliced_ref)
     states_before = node.driver.health.book.states()
+    assert monitored(node) == 8
     ref = maintenance(node, "reset", before[3])
     node.ready(ref)
     assert node.machine.timeslice(1) == 0, "the NVIDIA driver released the GPU"
@@ -238,6 +237,7 @@ def test_health_and_time_slices_are_those_of_before_and_nothing_is_made_up(
     assert node.driver.health.problems() == []
     assert node.driver.health.book.states() == states_before
     assert node.driver.health.gpus() is None
+    assert monitored(node) == 0, "an unwatched GPU would cause an alert"
     node.must_unprepare(ref)
     eventually(lambda: node.machine.timeslice(1) == 3)
     eventually(lambda: node.driver.health.gpus() is not None)
@@ -253,19 +253,6 @@ def test_gpu_returns_only_after_nvml_has_been_read_again(node: Node, monkeypatch
         node.driver.publishing.publisher._publish_once()
         assert before[3] not in names(node)
     eventually(lambda: names(node) == before)
-
-
-def test_gpus_that_are_not_watched_on_purpose_have_no_sample_to_alert_on(node: Node) -> None:
-    ref = maintenance(node, "reset", names(node)[3])
-
-    def monitored() -> int:
-        return sum(name == "nvidia_dra_gpu_monitored" for name, _ in scraped(node.driver.metrics))
-
-    assert monitored() == 8
-    node.ready(ref)
-    assert monitored() == 0
-    node.must_unprepare(ref)
-    eventually(lambda: monitored() == 8)
 
 
 def test_stale_maintenance_claim_is_released_while_nvml_is_closed(node: Node) -> None:
