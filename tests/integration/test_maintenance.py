@@ -14,11 +14,10 @@ from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.fakes.scrapes import scraped
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Json, Node, sliced
+from tests.integration.conftest import Node, opaque, sliced
 from tests.integration.test_process import call
 from tests.integration.test_serviced import tainted
 
-DRIVER = "gpu.nvidia.com"
 GPU_RESET = 1
 
 
@@ -27,13 +26,8 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "WaitTimeouts", partial(WaitTimeouts, last_s=44.0))
 
 
-def config(**fields: Any) -> list[Json]:
-    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "MaintenanceConfig", **fields}
-    return [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": body}}]
-
-
-def maintenance(node: Node, name: str, *devices: str, **fields: Any) -> ClaimRef:
-    return node.allocated_by_hand(name, *devices, config=config(**fields), adminAccess=True)
+def maintenance(node: Node, name: str, *devices: str) -> ClaimRef:
+    return node.allocated_by_hand(name, *devices, config=opaque("MaintenanceConfig"), adminAccess=True)
 
 
 def states(node: Node) -> dict[str, str]:

@@ -8,19 +8,14 @@ from typing import Any
 from dra_driver.model.claim import ClaimRef
 from dra_driver.power.rules.limits import PowerPolicy
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import DRIVER, Json, Node, poll_all
+from tests.integration.conftest import Node, opaque, poll_all
 from tests.integration.test_process import call
 
 DEFAULT = {"power": PowerPolicy(default_w=400)}
 
 
-def gpu_config(**fields: Any) -> list[Json]:
-    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", **fields}
-    return [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": body}}]
-
-
 def limited(node: Node, name: str, index: int = 0, **fields: Any) -> ClaimRef:
-    return node.allocated_by_hand(name, node.devices()[index]["name"], config=gpu_config(**fields))
+    return node.allocated_by_hand(name, node.devices()[index]["name"], config=opaque(**fields))
 
 
 def watts(node: Node, index: int = 0) -> float | None:
