@@ -486,7 +486,7 @@ def test_holder_whose_claim_is_gone_is_requested_once(
     assert restless.claims.looks == ["holder"]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Path, seed: int) -> None:
     """Four claims over two GPUs: prepared, deleted, unprepared, each in its own order."""
     node = Node(tmp_path, inventory(h100(0), h100(1)), patience=WaitTimeouts(recheck_s=0.02))

@@ -79,6 +79,18 @@ def test_the_gpus_of_a_request_have_one_daemon_in_the_order_of_their_uuids(names
     ]
 
 
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        ({"defaultPinnedDeviceMemoryLimit": "100Gi"}, "is above the 81559Mi of"),
+        ({"defaultPerDevicePinnedMemoryLimit": {"GPU-00000000-0000": "1Gi"}}, "names GPU-00000000-0000, but"),
+    ],
+)
+def test_limits_that_fit_no_device_of_the_claim_are_refused(limits: dict[str, Any], text: str) -> None:
+    with pytest.raises(ClaimRefusedError, match=text):
+        plan(claim(GPU_0, configs=(settings(**limits),)))
+
+
 def test_requests_of_a_claim_keep_their_own_daemons() -> None:
     one = plan(claim(result(GPU_0, "a"), result(GPU_1, "b"), result(GPU_2, "b"), configs=(mps(),)))
     assert [step.spec.devices for step in one.steps if isinstance(step, RunMps)] == [(GPU_0,), (GPU_1, GPU_2)]
