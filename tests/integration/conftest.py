@@ -101,6 +101,16 @@ class Node(PlaygroundNode):
             eventually(lambda: has_registered_events(driver))
         return self
 
+    def stop_driver(self) -> None:
+        self.driver.stop()
+        self.driver = None
+
+    def reload_nvidia_driver(self) -> None:
+        self.machine.unload_driver()
+        self.wait_devices(0)
+        self.machine.load_driver()
+        self.wait_devices(8)
+
     def restart_driver(self, **changes: Any) -> Driver:
         self.driver.stop()
         return self.start_driver(**changes)

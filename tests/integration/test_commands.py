@@ -87,9 +87,7 @@ def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> 
 
 
 def test_doctor_names_a_lost_gpu_when_no_plugin_runs(node: Node) -> None:
-    assert node.driver is not None
-    node.driver.stop()
-    node.driver = None
+    node.stop_driver()
     health = node.plugin_dir / "health.json"
     health.unlink(missing_ok=True)
     gone = node.machine.gpu(5)
@@ -112,9 +110,7 @@ def test_doctor_names_a_lost_gpu_when_no_plugin_runs(node: Node) -> None:
 
 
 def test_a_gpu_that_hangs_hides_nothing_else_from_doctor(node: Node) -> None:
-    assert node.driver is not None
-    node.driver.stop()
-    node.driver = None
+    node.stop_driver()
     ill, now = node.machine.gpu(5), int(time.time())
     bad = Reason("xid", "95", Severity.UNHEALTHY, now - 7200, now, "Xid 95")
     state = HealthState(HealthTarget(ill.uuid), (bad,), pci_bus_id=ill.bus_id)

@@ -30,6 +30,14 @@ def maintenance(node: Node, name: str, *devices: str) -> ClaimRef:
     return node.allocated_by_hand(name, *devices, config=opaque("MaintenanceConfig"), adminAccess=True)
 
 
+def in_maintenance(node: Node) -> tuple[list[str], ClaimRef]:
+    """The names of all devices, and a prepared claim that takes the fourth GPU out of service."""
+    before = names(node)
+    ref = maintenance(node, "reset", before[3])
+    node.ready(ref)
+    return before, ref
+
+
 def states(node: Node) -> dict[str, str]:
     found = node.driver.detachments.maintenances(node.driver.records.all().values())
     return {one.claim.name: one.state for one in found}
@@ -135,9 +143,7 @@ def test_time_that_is_over_opens_nvml_and_keeps_the_gpu_withdrawn(
 
 
 def test_detach_end_opens_nvml_and_detach_names_the_claim(node: Node) -> None:
-    before = names(node)
-    ref = maintenance(node, "reset", before[3])
-    node.ready(ref)
+    before, ref = in_maintenance(node)
     refused = call("detach", before[5], *node.machine_flags)
     assert (refused.returncode, "claims use the GPUs: default/reset" in refused.stderr) == (1, True)
     until = node.driver.detachments.now()
@@ -180,9 +186,7 @@ def test_restart_during_maintenance_keeps_the_slices_and_nvml_closed(node: Node)
 
 @pytest.mark.parametrize("writer", ["newer release", "damaged"])
 def test_gpu_of_a_claim_whose_record_cannot_be_read_stays_withdrawn(node: Node, writer: str) -> None:
-    before = names(node)
-    ref = maintenance(node, "reset", before[3])
-    node.ready(ref)
+    before, ref = in_maintenance(node)
     record = node.driver.records.path(ref.uid)
     document = json.loads(record.read_text())
     document["steps"].append({"kind": "of-a-newer-release"})
@@ -238,9 +242,7 @@ def test_health_and_time_slices_are_those_of_before_and_nothing_is_made_up(
 
 
 def test_gpu_returns_only_after_nvml_has_been_read_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = names(node)
-    ref = maintenance(node, "reset", before[3])
-    node.ready(ref)
+    before, ref = in_maintenance(node)
     with monkeypatch.context() as patch:
         patch.setattr(node.driver.discovery, "_read_everything", lambda: True)
         node.must_unprepare(ref)
@@ -251,9 +253,7 @@ def test_gpu_returns_only_after_nvml_has_been_read_again(node: Node, monkeypatch
 
 def test_stale_maintenance_claim_is_released_while_nvml_is_closed(node: Node) -> None:
     """Its pod was force-deleted, or it was deleted while the node was off: no process can be found without NVML."""
-    before = names(node)
-    ref = maintenance(node, "reset", before[3])
-    node.ready(ref)
+    before, _ = in_maintenance(node)
     node.delete_claim("reset")
     reconciler = node.driver.claims.reconciler
     reconciler.check()
@@ -278,9 +278,7 @@ def test_slices_that_cannot_be_written_keep_nvml_open(node: Node, monkeypatch: p
 
 
 def test_claim_whose_files_cannot_be_removed_does_not_keep_nvml_closed(node: Node) -> None:
-    before = names(node)
-    ref = maintenance(node, "reset", before[3])
-    node.ready(ref)
+    before, ref = in_maintenance(node)
     [spec] = node.cdi.glob("*")
     spec.unlink()
     spec.mkdir()

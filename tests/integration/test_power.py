@@ -44,10 +44,7 @@ def test_limits_last_as_long_as_the_claim(node: Node) -> None:
 def test_lost_limits_are_set_again_after_a_driver_reload(node: Node) -> None:
     ref = limited(node, "held", 2, power={"limitWatts": 500}, clocks={"memoryMHz": {"max": 1600}})
     node.ready(ref)
-    node.machine.unload_driver()
-    node.wait_devices(0)
-    node.machine.load_driver()
-    node.wait_devices(8)
+    node.reload_nvidia_driver()
     eventually(lambda: (watts(node, 2), node.machine.gpu(2).locked_mhz) == (500, {"memory": [1593, 1600]}))
     node.must_unprepare(ref)
     assert (watts(node, 2), node.machine.gpu(2).locked_mhz) == (700, {})
@@ -71,10 +68,7 @@ def test_every_gpu_without_a_claim_has_the_default_of_the_node(make_node: Callab
     eventually(lambda: [watts(node, index) for index in range(8)] == everywhere)
     ref = limited(node, "more", power={"limitWatts": 600})
     node.ready(ref)
-    node.machine.unload_driver()
-    node.wait_devices(0)
-    node.machine.load_driver()
-    node.wait_devices(8)
+    node.reload_nvidia_driver()
     eventually(lambda: [watts(node, index) for index in range(8)] == [600, *everywhere[1:]])
     node.must_unprepare(ref)
     assert watts(node) == 400

@@ -236,10 +236,7 @@ def test_time_slice_is_set_and_reset_and_set_again_after_a_driver_reload(shared:
     ref = node.allocated_by_hand("sliced", node.devices()[2]["name"], config=sliced("Long"))
     node.ready(ref)
     assert [node.machine.timeslice(index) for index in range(4)] == [0, 0, 3, 0]
-    node.machine.unload_driver()
-    node.wait_devices(0)
-    node.machine.load_driver()
-    node.wait_devices(8)
+    node.reload_nvidia_driver()
     eventually(lambda: node.machine.timeslice(2) == 3)
     node.driver.stop()
     node.machine.unload_driver()
