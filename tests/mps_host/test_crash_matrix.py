@@ -114,8 +114,7 @@ def test_a_start_that_was_cut_off_is_completed(host, steps):
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
     # The supervisor may be writing a status right now.
     eventually(lambda: host.left() == ["gpu-2", "gpu-2.json", "gpu-2.json"])
-    new.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(new)
 
 
 @pytest.mark.parametrize("steps", range(1, LAST + 2))
@@ -132,8 +131,7 @@ def test_a_stop_that_was_cut_off_is_completed(host, steps):
 def test_a_start_that_was_cut_off_can_be_stopped(host, steps):
     spec = host.group_spec()
     assert killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
-    host.supervisor(tick=60).stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(host.supervisor(tick=60))
 
 
 class Killed(BaseException):
@@ -162,8 +160,7 @@ def test_start_of_a_plugin_that_died_is_completed_or_undone(host, monkeypatch, t
     if then == "start":
         assert successor.ensure(spec, PATIENCE_S).state == "ready"
         assert len(supervisor.status()) == 1
-    successor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(successor)
 
 
 @pytest.mark.parametrize("then", ["start", "stop", "nothing"])

@@ -124,8 +124,7 @@ def test_all_gpus_are_read_and_set_at_the_same_time(host: Host) -> None:
     supervisor = host.supervisor(compute_mode=mode, probe=60)
     supervisor.ensure(host.group_spec(), PATIENCE_S)
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_all_gpus_are_taken_and_given_back_when_not_all_threads_start(
@@ -135,8 +134,7 @@ def test_all_gpus_are_taken_and_given_back_when_not_all_threads_start(
     threads_that_start("side-by-side", 1)
     assert supervisor.ensure(host.group_spec(), PATIENCE_S).state == "ready"
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(
@@ -175,5 +173,4 @@ def test_two_daemons_never_have_the_same_gpu(host: Host) -> None:
         supervisor.ensure(host.group_spec(), PATIENCE_S)
     supervisor.stop("gpu-3", PATIENCE_S)
     assert supervisor.ensure(host.group_spec(), PATIENCE_S).state == "ready", "it is tried again at once"
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)

@@ -416,8 +416,7 @@ def test_a_start_is_cancelled_when_the_daemon_should_stop(host: Host) -> None:
     with pytest.raises(RetryableError, match="did not start the MPS daemon of gpu-2 within 1 s"):
         supervisor.ensure(host.spec(), 1)
     eventually(host.daemons)
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_start_that_fails_while_the_daemon_is_stopped_is_not_the_failure_of_the_stop(
@@ -437,8 +436,7 @@ def test_start_that_fails_while_the_daemon_is_stopped_is_not_the_failure_of_the_
     with pytest.raises(RetryableError, match="no start: a"):
         supervisor.ensure(host.spec(), PATIENCE_S)
     assert starting.wait(PATIENCE_S)
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_a_daemon_that_is_wanted_again_while_it_stops_is_recreated(host: Host) -> None:
@@ -450,8 +448,7 @@ def test_a_daemon_that_is_wanted_again_while_it_stops_is_recreated(host: Host) -
     second = supervisor.ensure(host.spec(), PATIENCE_S)
     assert [daemon.pid for daemon in host.daemons()] == [second.pid]
     assert second.pid != first.pid
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_daemon_that_is_wanted_again_before_the_host_stops_it_runs_on(
@@ -473,8 +470,7 @@ def test_daemon_that_is_wanted_again_before_the_host_stops_it_runs_on(
     host.layout.wanted("gpu-2").unlink()
     eventually(lambda: published == ["stopped", "ready"])
     assert supervisor.ensure(spec, PATIENCE_S).pid == first.pid
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_daemon_is_not_stopped_while_its_status_says_that_it_serves(
@@ -555,8 +551,7 @@ def test_failed_start_is_retried_while_the_daemon_should_run(host: Host) -> None
         supervisor.ensure(host.spec(), PATIENCE_S)
     host.behave()
     eventually(lambda: MpsHostFiles(host.layout).runs(host.spec()))
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_a_stop_needs_no_space_on_the_disk(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -586,8 +581,7 @@ def test_unreadable_wanted_file_stops_no_daemon_and_is_kept(host: Host, content:
     eventually(lambda: supervisor.status()[0].state == "ready")
     assert (supervisor.status()[0].pid, wanted.read_text()) == (first.pid, content)
     assert supervisor.ensure(host.spec(), PATIENCE_S).pid == first.pid, "it is written anew"
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_directory_that_is_gone_or_no_directory_ends_no_daemon(host: Host, logs) -> None:
@@ -605,8 +599,7 @@ def test_directory_that_is_gone_or_no_directory_ends_no_daemon(host: Host, logs)
     host.layout.wanted_directory.unlink()
     kept.rename(host.layout.wanted_directory)
     assert supervisor.ensure(host.spec(), PATIENCE_S).pid == first.pid
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_foreign_files_are_left_alone(host: Host) -> None:
@@ -728,5 +721,4 @@ def test_daemon_with_the_record_of_a_newer_release_is_neither_started_nor_stoppe
     assert (record.read_text(), [one.pid for one in host.daemons()]) == (newer, [status.pid])
     supervisor.close()
     record.write_text(json.dumps(json.loads(newer) | {"version": 1}))  # the newer release is back
-    host.supervisor().stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(host.supervisor())

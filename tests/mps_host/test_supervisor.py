@@ -203,8 +203,7 @@ def test_a_daemon_that_does_not_become_as_it_should_is_undone(host, rules, timin
     supervisor = host.supervisor(**timings)
     with pytest.raises(error, match=text):
         supervisor.ensure(host.spec(**settings), PATIENCE_S)
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
     assert supervisor.status() == ()
     supervisor.close()
     host.behave()
@@ -250,8 +249,7 @@ def test_a_daemon_of_an_older_driver_is_ready_without_a_pid_file(host, branch):
     supervisor = host.supervisor()
     assert supervisor.ensure(host.spec(default_active_thread_percentage=25), PATIENCE_S).state == "ready"
     assert not list(Path(host.pipe()).glob("*.pid"))
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_a_memory_limit_is_refused_when_the_driver_is_too_old_for_it(host):
@@ -370,8 +368,7 @@ def test_a_daemon_that_hangs_is_stopped_all_the_same(host):
     supervisor = host.supervisor(patience=0.2, probe=60)
     first = supervisor.ensure(host.spec(), PATIENCE_S)
     os.kill(first.pid, signal.SIGSTOP)
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_a_lost_gpu_does_not_hold_up_the_stop(host):
@@ -397,8 +394,7 @@ def test_a_daemon_whose_record_was_lost_is_found_by_its_pipe_directory(host, log
     new = host.supervisor()
     assert "mps_record_unreadable" in [line["event"] for line in logs]
     assert new.ensure(first.spec, PATIENCE_S).pid == first.pid
-    new.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(new)
 
 
 @pytest.mark.parametrize("kept", ["both", "wanted", "status"])
@@ -413,8 +409,7 @@ def test_a_stop_without_a_record_puts_every_gpu_back_too(host, lost, kept):
     if kept == "status":
         host.layout.wanted("gpu-2").unlink()
     new = host.supervisor()
-    new.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(new)
 
 
 def test_a_stop_of_what_left_no_trace_changes_no_compute_mode(host):
@@ -440,8 +435,7 @@ def test_a_reset_gpu_is_made_exclusive_again(host, logs, by):
     eventually(lambda: host.compute_mode() == EXCLUSIVE_PROCESS)
     eventually(lambda: supervisor.status()[0].state == "ready")
     assert supervisor.status()[0].pid == first.pid
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, logs):
@@ -464,8 +458,7 @@ def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, logs):
     assert supervisor.ensure(host.spec(), PATIENCE_S).pid == first.pid
     assert (supervisor.status()[0].state, supervisor.status()[0].pid) == ("ready", first.pid)
     mode.failing = False
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, logs):
@@ -580,8 +573,7 @@ def test_after_a_reboot_everything_is_made_again(host):
     eventually(lambda: new.status()[0].state == "ready")
     assert host.compute_mode() == EXCLUSIVE_PROCESS
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm)) is IS_ROOT
-    new.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(new)
 
 
 def test_only_one_host_a_directory(host):
