@@ -25,7 +25,7 @@ from dra_driver.model.record import ClaimRecord, Phase
 from dra_driver.model.steps import StartMaintenance, WriteCdiSpec
 from tests.claims.test_plan_mig import NODE_, ONE_0
 from tests.fakes.kindnode import KINDS, KindNode, RecordedMpsHost, Site, maintenance_parameters
-from tests.fakes.preparing import Node, maintenance_steps
+from tests.fakes.preparing import Node, error_of, maintenance_steps
 from tests.fakes.samples import (
     DRIVER,
     GPU_0,
@@ -171,11 +171,6 @@ def nvml_open(node: Node) -> Iterator[None]:
 def phase(node: Node) -> str | None:
     found = node.records.get(UID)
     return None if found is None else found.phase
-
-
-def error_of(answer: object) -> str:
-    assert isinstance(answer, Failed), answer
-    return answer.error
 
 
 def test_failed_try_keeps_the_record_unless_the_failure_is_permanent(

@@ -27,7 +27,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import WriteCdiSpec
-from tests.fakes.preparing import Node, in_threads
+from tests.fakes.preparing import Node, error_of, in_threads
 from tests.fakes.samples import (
     GPU_0,
     GPU_1,
@@ -65,12 +65,6 @@ def failing(error: Exception):
         raise error
 
     return fail
-
-
-def error_of(answer: object) -> str:
-    assert isinstance(answer, Failed)
-    assert "\n" not in answer.error
-    return answer.error
 
 
 # --- the plain way -------------------------------------------------------------------------------

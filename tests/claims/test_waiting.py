@@ -22,7 +22,7 @@ from dra_driver.errors import (
 )
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
-from tests.fakes.preparing import Node, in_threads
+from tests.fakes.preparing import Node, error_of, in_threads
 from tests.fakes.samples import (
     DRIVER,
     GPU_0,
@@ -45,11 +45,6 @@ SOON_S = 5.3
 
 def waits(node: Node, uid: str) -> None:
     eventually(lambda: uid in node.waiting)
-
-
-def error_of(answer: object) -> str:
-    assert isinstance(answer, Failed), answer
-    return answer.error
 
 
 IN_USE = "MIG device x is in use by process 4711"

@@ -25,7 +25,7 @@ from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.inventory.maintenance_step import MaintenanceSteps
 from dra_driver.journal.executor import StepDispatcher
-from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
+from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, Failed
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
@@ -353,6 +353,13 @@ def reconciler_of(
         rhythm,
         clock,
     )
+
+
+def error_of(answer: object) -> str:
+    """The error of a Prepare or an Unprepare that must fail."""
+    assert isinstance(answer, Failed), answer
+    assert "\n" not in answer.error
+    return answer.error
 
 
 def in_threads(*calls: Callable[[], object]) -> list[object]:
