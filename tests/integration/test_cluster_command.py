@@ -82,7 +82,7 @@ def test_pages_become_smaller_until_they_fit_into_memory(at_work: list[str], nod
 
 
 def test_expired_credentials_are_not_a_missing_right(at_work: list[str], node: Node) -> None:
-    node.server.faults.fail(9, 401, reason="Unauthorized", path="/resourceslices")
+    node.server.faults.fail(10**6, 401, reason="Unauthorized", path="/resourceslices")
     done = call(*at_work)
     assert (done.returncode, done.stdout) == (1, "")
     assert "credentials" in done.stderr
