@@ -135,7 +135,8 @@ def test_daemon_that_crashes_after_it_has_asked_does_not_stop_the_older_one(
 
 def test_gpu_whose_step_hangs_is_not_a_reason_to_keep_the_node(make_node: Callable[..., Node]) -> None:
     hangs = "TimeSliceSteps.do = lambda *_: threading.Event().wait(600)"
-    before = f"import threading\nfrom dra_driver.sharing.steps import TimeSliceSteps\n{hangs}"
+    soon = "import dra_driver.app.daemon as daemon\ndaemon._CALLS_S = 0.5"
+    before = f"import threading\nfrom dra_driver.sharing.steps import TimeSliceSteps\n{hangs}\n{soon}"
     node, older = at_work(make_node, before=before)
     address = own_address()
     first, second = (device["name"] for device in node.devices()[:2])
