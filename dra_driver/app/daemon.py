@@ -27,7 +27,7 @@ from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps, ExtraDeviceFinder
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.lifecycle import ClaimLifecycle
-from dra_driver.claims.prepare import Identity
+from dra_driver.claims.rules.plan import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import FatalError, StateError
 from dra_driver.health.gpu_health import GpuHealth

@@ -56,11 +56,6 @@ from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy
 DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
 DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
 ALL_GPUS = GpuSelector()
-METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "off": (),
-    "both": EVERY_METADATA_VERSION,
-}
-"""Newest first. Readers use the first version that they support, and some support only one."""
 DeviceNames = Literal["uuid", "minor"]
 PROBE_PATHS = ("/healthz", "/startupz", "/readyz", "/problems")
 ADVICE_PATH = "/advice"
@@ -348,7 +343,7 @@ class Settings:
     device_metadata: str = _setting(
         "off",
         "Mount files that describe the devices into containers: off, or both versions of the format (both).",
-        Choice(tuple(METADATA_VERSIONS)),
+        Choice(("off", "both")),
         of_file=word,
     )
     unhealthy_devices: str = _setting(
@@ -399,7 +394,7 @@ class Settings:
 
     @property
     def metadata_versions(self) -> tuple[str, ...]:
-        return METADATA_VERSIONS[self.device_metadata]
+        return EVERY_METADATA_VERSION if self.device_metadata == "both" else ()
 
     @property
     def plugin_directory(self) -> Path:

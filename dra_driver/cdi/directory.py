@@ -48,31 +48,27 @@ class CdiDirectory:
         """Return the claim's file. Raises: ClaimRefusedError if the UID cannot be part of a file name."""
         return self._path / f"{file_stem(self._driver_name, claim_uid)}{_SUFFIX}"
 
-    def write(self, claim_uid: str, spec: dict[str, Any]) -> bool:
-        """Write the claim's spec file, unless it already has this content; returns whether it was written."""
+    def write(self, claim_uid: str, spec: dict[str, Any]) -> None:
+        """Write the claim's spec file, unless it already has this content."""
         file = self.file(claim_uid)
         common = self._common
         if COMMON in spec and (common is None or common[0] != spec[COMMON]):
             common = self._common = (spec[COMMON], encoded(spec[COMMON]))
         content = encode(spec, None if common is None else common[1])
         if read_or_none(file) == content:
-            return False
+            return
         make_directory(self._path, _DIRECTORY_MODE)
         # The directory is not synced: a power cut may take the file, and every Prepare checks it.
         write_atomically(file, content, mode=_FILE_MODE, durable=False)
-        return True
 
     def read(self, claim_uid: str) -> dict[str, Any] | None:
         """Return the claim's spec; None if it is missing or not a JSON object."""
         return _decoded(read_or_none(self.file(claim_uid)))
 
-    def remove(self, claim_uid: str) -> bool:
-        """Remove the spec durably; returns whether it existed."""
-        was_there = remove_file(self.file(claim_uid))
-        if was_there:
+    def remove(self, claim_uid: str) -> None:
+        if remove_file(self.file(claim_uid)):
             # Synced: a spec that reappeared after a power cut would have no record, and would stay forever.
             sync_removals(self._path)
-        return was_there
 
     def uids(self) -> frozenset[str]:
         """Return the UIDs of all specs, valid or not."""
@@ -87,11 +83,8 @@ class CdiDirectory:
         uids = (name.removesuffix(_SUFFIX) for name in named if name.endswith(_SUFFIX))
         return frozenset(filter(is_uid, uids))
 
-    def devices(self, claim_uid: str) -> tuple[str, ...]:
-        return _device_names(claim_uid, read_or_none(self.file(claim_uid)))
-
     def list(self) -> dict[str, tuple[str, ...]]:
-        return {uid: self.devices(uid) for uid in sorted(self.uids())}
+        return {uid: _device_names(uid, read_or_none(self.file(uid))) for uid in sorted(self.uids())}
 
 
 def temporary_files(plugin_dir: Path, cdi_root: Path, driver_name: str) -> Sequence[tuple[Path, str]]:

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from dra_driver.base.atomic import (
@@ -203,14 +204,9 @@ class MetadataSteps:
 
     def do(self, step: WriteDeviceMetadata, plan: Plan) -> None:
         """Write a file for each request. Raises: NvmlUnavailableError if the node's devices are unknown."""
-        by_request = self._described(plan)
-        for request in requests_of(plan.claim):
-            self._write(plan.claim, request, by_request[request], step.versions)
-
-    def _write(
-        self, claim: AllocatedClaim, request: str, devices: list[DescribedDevice], versions: tuple[str, ...]
-    ) -> None:
-        self.files.write(claim, request, lambda generation: encode(claim, devices, versions, generation))
+        claim, by_request = plan.claim, self._described(plan)
+        for request in requests_of(claim):
+            self.files.write(claim, request, partial(encode, claim, by_request[request], step.versions))
 
     def _described(self, plan: Plan) -> dict[str, list[DescribedDevice]]:
         inventory = self.discovery.latest()

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dra_driver.cdi.spec_step import ExtraDeviceFinder
 from dra_driver.claims.calls import Admission, CallsUnderWay, ClaimFetch, ClaimService, Observer
 from dra_driver.claims.gpu_processes import GpuProcesses
-from dra_driver.claims.prepare import ClaimPlanner, Identity, Preparer
+from dra_driver.claims.prepare import ClaimPlanner, Preparer
 from dra_driver.claims.reconciler import Reconciler, Rhythm
+from dra_driver.claims.rules.plan import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.claims.waiting import Waiter, WaitTimeouts

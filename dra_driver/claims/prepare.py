@@ -17,7 +17,7 @@ from dra_driver.cdi.spec_step import ExtraDeviceFinder
 from dra_driver.claims.calls import KubeletCall, PrepareAttempt
 from dra_driver.claims.rules.holders import DeviceHeldError
 from dra_driver.claims.rules.imex_channels import gets_channels
-from dra_driver.claims.rules.plan import answer, lost_claim, plan_claim
+from dra_driver.claims.rules.plan import Identity, answer, lost_claim, plan_claim
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting import NOT_NOW, Waiter
 from dra_driver.errors import (
@@ -36,12 +36,9 @@ from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared
 from dra_driver.model.dataclass import dataclass
-from dra_driver.model.host import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.sharing import NO_SHARING, SharingPolicy
-from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy
 
 _log = structlog.get_logger(__name__)
 
@@ -50,16 +47,6 @@ _CHECK_S = 1.0
 _LOCK_S = 5.0
 _PREPARED_WAIT_S = 5.0
 """How long a Prepare of a prepared claim, whose pod has its devices, waits for the lanes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    driver: str
-    pool: str
-    sharing: SharingPolicy = NO_SHARING
-    metadata: tuple[str, ...] = ()
-    extra_devices: ExtraDevices = NO_EXTRA_DEVICES
-    power: PowerPolicy = NO_POWER_POLICY
 
 
 @dataclass(eq=False)
@@ -96,15 +83,10 @@ class ClaimPlanner:
         plan = plan_claim(
             claim,
             inventory,
-            self.identity.pool,
-            self.identity.driver,
+            self.identity,
             self._others(claim, inventory),
-            self.identity.sharing,
             known,
-            self.identity.metadata,
-            setting_for_lost=self.setting_for_lost() if inventory.lost_uuids else None,
-            extra_devices=self.identity.extra_devices,
-            power=self.identity.power,
+            self.setting_for_lost() if inventory.lost_uuids else None,
         )
         if plan.has_extra_devices:
             self.extra_devices.check(plan)

@@ -31,9 +31,7 @@ class Unpreparer:
     calls: CallsUnderWay
     observer: Observer
 
-    def reclaim(
-        self, ref: ClaimRef, expected: ClaimRecord, checked_ns: int, within_s: float = _RECLAIM_S
-    ) -> bool:
+    def reclaim(self, ref: ClaimRef, expected: ClaimRecord, checked_ns: int) -> bool:
         """Unprepare a claim as if the kubelet had called; return whether that was done.
 
         Not if its record is no longer `expected`, or if the claim is being prepared or was prepared after
@@ -41,7 +39,7 @@ class Unpreparer:
 
         Raises: the error that prevented the Unprepare; the record stays, unless only the cleanup failed.
         """
-        call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
+        call = KubeletCall(time.monotonic_ns(), time.monotonic() + _RECLAIM_S)
 
         def is_wanted(guard: ClaimGuard) -> bool:
             is_newer = guard.was_prepared_since(checked_ns) or self.calls.is_in_progress("prepare", ref.uid)

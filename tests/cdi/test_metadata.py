@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dra_driver.cdi.rules import metadata as devicemetadata
 from dra_driver.cdi.rules.metadata import check_names, described, encode, owner_and_generation
-from dra_driver.claims.rules.plan import answer, our_part, plan_claim
+from dra_driver.claims.rules.plan import answer, our_part
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice
@@ -24,7 +24,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.slices.rules.attributes import wire_device
 from tests.cdi.cdi_schema import faults
-from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIXED, NODE, ONE_G, claim, h100, record, result
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIXED, ONE_G, claim, h100, plan, record, result
 
 GOLDEN = Path(__file__).parent / "golden"
 BOTH = ("v1beta1", "v1alpha1")
@@ -113,7 +113,7 @@ def test_names_that_lead_elsewhere_are_refused_before_anything_is_done(wanted: A
     with pytest.raises(ClaimRefusedError):
         check_names(wanted)
     with pytest.raises(ClaimRefusedError):
-        plan_claim(wanted, MIXED, NODE, DRIVER, (), metadata=BOTH)
+        plan(wanted, metadata=BOTH)
 
 
 def test_names_that_kubernetes_gives_are_taken() -> None:
@@ -143,7 +143,7 @@ OLD = WriteDeviceMetadata(("v1alpha1",))
 
 
 def prepared(*steps: Any, phase: Any = "prepared", wanted: AllocatedClaim = WANTED) -> ClaimRecord:
-    held = plan_claim(wanted, MIXED, NODE, DRIVER, ()).held_devices()
+    held = plan(wanted).held_devices()
     return replace(record(*held, phase=phase), claim=wanted, steps=steps)
 
 
@@ -163,15 +163,15 @@ def prepared(*steps: Any, phase: Any = "prepared", wanted: AllocatedClaim = WANT
     ],
 )
 def test_claim_keeps_what_its_record_has(versions: Any, known: ClaimRecord | None, steps: Any) -> None:
-    assert plan_claim(WANTED, MIXED, NODE, DRIVER, (), known=known, metadata=versions).steps == steps
+    assert plan(WANTED, known=known, metadata=versions).steps == steps
 
 
 def test_claim_without_our_devices_has_no_metadata() -> None:
-    assert plan_claim(claim(), MIXED, NODE, DRIVER, (), metadata=BOTH).steps == ()
+    assert plan(claim(), metadata=BOTH).steps == ()
 
 
 def test_first_device_of_each_request_brings_the_file() -> None:
-    held = plan_claim(WANTED, MIXED, NODE, DRIVER, ()).held_devices()
+    held = plan(WANTED).held_devices()
     ids = [device.cdi_ids for device in answer(WANTED, DRIVER, (STEP, WriteCdiSpec()), held).devices]
     bare = [device.cdi_ids for device in answer(WANTED, DRIVER, (WriteCdiSpec(),), held).devices]
     assert bare == [(f"k8s.{DRIVER}/claim={UID}-{name}",) for name in (GPU_0, MIG_1G, GPU_1)]

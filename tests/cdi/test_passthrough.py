@@ -15,7 +15,7 @@ from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.cdi.rules.metadata import container_path
 from dra_driver.cdi.rules.spec import encode
-from dra_driver.claims.rules.plan import answer, plan_claim
+from dra_driver.claims.rules.plan import answer
 from dra_driver.errors import RetryableError
 from dra_driver.host.vfio import VfioCards
 from dra_driver.model.claim import DeviceConfig
@@ -28,7 +28,6 @@ from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults
 from tests.fakes.samples import (
     DRIVER,
-    NODE,
     VFIO_0,
     VFIO_1,
     bound_by_hand,
@@ -36,6 +35,7 @@ from tests.fakes.samples import (
     claim,
     h100,
     inventory,
+    plan,
     result,
 )
 from tests.fakes.tables import tabled
@@ -102,7 +102,7 @@ class Bench:
         parameters = {"apiVersion": GROUP_VERSION, "kind": "VfioDeviceConfig", "iommu": iommu}
         configs = (DeviceConfig("FromClaim", (), DRIVER, parameters),)
         wanted = claim(*(devices or (VFIO_0,)), uid=UID, configs=configs)
-        return plan_claim(wanted, self.found, NODE, DRIVER, ())
+        return plan(wanted, found=self.found)
 
     def paths(self, plan: Plan) -> dict[str, list[str]]:
         """The nodes of each device in the claim's spec, which is as the schema of CDI has it."""

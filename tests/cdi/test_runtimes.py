@@ -13,7 +13,6 @@ import pytest
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.metadata import cdi_spec, requests_of
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig
@@ -27,7 +26,7 @@ from dra_driver.simulator import SimulatedDeviceNodes, machine_names
 from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.samples import DRIVER, NODE, claim, result
+from tests.fakes.samples import DRIVER, claim, plan, result
 
 UID = "0b5ab50d-d59a-42a6-af16-cfd4628c0f7a"
 """Names that begin with a digit need a newer version of CDI."""
@@ -61,10 +60,7 @@ class Bench:
         )
 
     def plan(self, wanted: AllocatedClaim, given: ExtraDevices = NO_EXTRA_DEVICES) -> Plan:
-        metadata = ("v1beta1",)
-        return plan_claim(
-            wanted, self.inventory, NODE, DRIVER, (), POLICY, metadata=metadata, extra_devices=given
-        )
+        return plan(wanted, found=self.inventory, sharing=POLICY, metadata=("v1beta1",), extra_devices=given)
 
     def faults(self, plan: Plan) -> list[str]:
         """Of the claim's spec, and of the spec of each request's metadata."""

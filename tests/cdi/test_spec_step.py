@@ -13,7 +13,6 @@ import structlog
 
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import RetryableError
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
@@ -24,7 +23,7 @@ from dra_driver.simulator import SimulatedDeviceNodes
 from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.samples import DRIVER, NODE, claim, result
+from tests.fakes.samples import DRIVER, claim, plan, result
 
 STEP = WriteCdiSpec()
 
@@ -44,7 +43,7 @@ class Bench:
         )
 
     def plan(self, *names: str) -> Plan:
-        return plan_claim(claim(*names), self.inventory, NODE, DRIVER, ())
+        return plan(claim(*names), found=self.inventory)
 
     def record(self, plan: Plan) -> ClaimRecord:
         return ClaimRecord(plan.claim, "prepared", "boot", plan.held_devices(), plan.steps)
@@ -154,7 +153,7 @@ def watching(*names: str, requests: tuple[str, ...] = ("gpus",), **changes: Any)
 def nodes_of(bench: Bench, wanted: AllocatedClaim) -> list[set[str]]:
     """The nodes of each device of the claim's spec, in the order of its results. Runtimes take the spec."""
     order = list(dict.fromkeys(f"{wanted.ref.uid}-{one.device}" for one in wanted.results))
-    spec = bench.steps.spec(plan_claim(wanted, bench.inventory, NODE, DRIVER, ()))
+    spec = bench.steps.spec(plan(wanted, found=bench.inventory))
     assert faults(spec) == []
     devices = sorted(spec["devices"], key=lambda one: order.index(one["name"]))
     return [{node["path"] for node in one["containerEdits"]["deviceNodes"]} for one in devices]
@@ -180,8 +179,8 @@ def test_management_gives_all_gpus_and_capabilities_of_the_node_once(bench: Benc
 
 
 def test_maintenance_names_the_gpus_of_the_claim_to_its_containers(bench: Bench) -> None:
-    plan = plan_claim(watching(*named(bench, WholeGpu), configs=()), bench.inventory, NODE, DRIVER, ())
-    spec = bench.steps.spec(replace(plan, steps=(StartMaintenance(("GPU-1", "GPU-2"), "Wait", 900), STEP)))
+    made = plan(watching(*named(bench, WholeGpu), configs=()), found=bench.inventory)
+    spec = bench.steps.spec(replace(made, steps=(StartMaintenance(("GPU-1", "GPU-2"), "Wait", 900), STEP)))
     assert len(spec["devices"]) > 1
     for device in spec["devices"]:
         assert device["containerEdits"]["env"] == ["MAINTENANCE_GPUS=GPU-1,GPU-2", "DRA_ADMIN_ACCESS=true"]

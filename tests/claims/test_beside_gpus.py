@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.gpu import Fabric, UnreadyFabric
 from dra_driver.model.host import ExtraDevices
@@ -15,7 +14,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.remedies import FABRIC
-from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, claim, h100, inventory, result
+from tests.fakes.samples import GPU_0, MIG_1G, MIXED, claim, h100, inventory, plan, result
 
 INSIDE = h100(0, fabric=Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", (3,)))
 OUTSIDE = h100(1)
@@ -25,13 +24,13 @@ IN, OUT = NODES.by_name
 
 def planned(*results: Any, node: Inventory = NODES, known: ClaimRecord | None = None, **more: Any) -> Plan:
     wanted = replace(claim(), results=tuple(results))
-    return plan_claim(wanted, node, NODE, DRIVER, (), known=known, extra_devices=ExtraDevices(**more))
+    return plan(wanted, found=node, known=known, extra_devices=ExtraDevices(**more))
 
 
 def test_only_devices_in_a_fabric_that_are_used_get_the_channel() -> None:
-    plan = planned(result(IN, "a"), result(OUT, "b"), imex=7)
-    assert [device.imex for device in plan.devices] == [7, None]
-    assert [held.imex for held in plan.held_devices()] == [7, None]
+    made = planned(result(IN, "a"), result(OUT, "b"), imex=7)
+    assert [device.imex for device in made.devices] == [7, None]
+    assert [held.imex for held in made.held_devices()] == [7, None]
     assert [device.imex for device in planned(result(IN, admin_access=True), imex=7).devices] == [None]
     assert not planned(result(IN)).has_extra_devices
 

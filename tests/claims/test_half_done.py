@@ -12,15 +12,14 @@ import pytest
 
 from dra_driver.claims.calls import KubeletCall, PrepareAttempt
 from dra_driver.claims.prepare import Preparer
-from dra_driver.claims.rules.plan import plan_claim
-from dra_driver.errors import NvmlTransientError, RetryableError, StateError
+from dra_driver.errors import NvmlTransientError, RetryableError
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
-from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
+from tests.fakes.samples import GPU_0, claim, hold, plan, record
 
 UID = "uid-1"
-PLAN = plan_claim(claim(GPU_0), MIXED, NODE, DRIVER, ())
+PLAN = plan(claim(GPU_0))
 BEGUN = record(hold(GPU_0), uid=UID, phase="preparing")
 
 
@@ -134,17 +133,3 @@ def test_prepare_that_was_refused_last_takes_it_back(scene: Scene) -> None:
     assert scene.taken_back == []
     scene.give_up()
     assert scene.taken_back == [BEGUN]
-
-
-def test_record_stays_for_the_next_call_when_it_cannot_be_undone(
-    scene: Scene, logs: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_args: object) -> None:
-        raise StateError("the disk is full")
-
-    monkeypatch.setattr(scene, "remove", refuse)
-    scene.give_up()
-    assert scene.records.get(UID) == BEGUN
-    assert [(line["event"], line["claim_uid"], line["reason"]) for line in logs] == [
-        ("rollback_incomplete", UID, "the disk is full")
-    ]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from dra_driver.cdi.rules.spec import SpecDevice, devices_of
-from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from dra_driver.model.claim import AllocatedClaim, Prepared
 from dra_driver.model.steps import RunMps
 from tests.fakes.kindnode import KINDS, KindNode, Site, share
+from tests.fakes.preparing import error_of
 from tests.fakes.samples import claim, result
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import PATIENCE_S, eventually
@@ -41,9 +42,9 @@ def test_monitor_blocks_none_of_the_gpus_that_it_checks(node: KindNode, site: Si
 def test_gpu_in_maintenance_gets_no_claim(node: KindNode, site: Site) -> None:
     wanted = KINDS["maintenance"].wanted(site)
     lost(node, wanted)
-    answer = node.prepare(claim(wanted.results[0].device, uid="user"))
-    assert isinstance(answer, Failed)
-    assert "is in maintenance for claim ?/? (UID uid-1)" in answer.error
+    assert "is in maintenance for claim ?/? (UID uid-1)" in error_of(
+        node.prepare(claim(wanted.results[0].device, uid="user"))
+    )
     assert node.unprepare(wanted) is None
     assert isinstance(node.prepare(claim(wanted.results[0].device, uid="user")), Prepared)
 
@@ -51,20 +52,16 @@ def test_gpu_in_maintenance_gets_no_claim(node: KindNode, site: Site) -> None:
 def test_claim_that_uses_a_gpu_and_observes_it_too_keeps_it(node: KindNode, site: Site) -> None:
     name = site.whole(2)
     lost(node, claim(result(name, "use"), result(name, "look", admin_access=True), uid="both"))
-    answer = node.prepare(claim(name, uid="user"))
-    assert isinstance(answer, Failed)
-    assert "is held by claim ?/? (UID both)" in answer.error
+    assert "is held by claim ?/? (UID both)" in error_of(node.prepare(claim(name, uid="user")))
 
 
 def test_share_blocks_no_other_share_of_its_device(node: KindNode, site: Site) -> None:
     lost(node, claim(share(site, 0), uid="share-0"))
     assert isinstance(node.prepare(claim(share(site, 1), uid="share-1")), Prepared)
-    same = node.prepare(claim(share(site, 0), uid="same-share"))
-    assert isinstance(same, Failed)
-    assert "is held by claim ?/? (UID share-0)" in same.error
-    whole = node.prepare(claim(site.whole(5), uid="whole"))
-    assert isinstance(whole, Failed)
-    assert "is held by claim" in whole.error
+    assert "is held by claim ?/? (UID share-0)" in error_of(
+        node.prepare(claim(share(site, 0), uid="same-share"))
+    )
+    assert "is held by claim" in error_of(node.prepare(claim(site.whole(5), uid="whole")))
 
 
 @pytest.mark.parametrize("hangs", [False, True])

@@ -15,7 +15,6 @@ import pytest
 
 from dra_driver.base.file_lock import UseMark
 from dra_driver.claims.rules.holders import DeviceHeldError
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, RetryableError
 from dra_driver.inventory.detachment import LOCK_FILE
 from dra_driver.inventory.maintenance_step import MaintenanceSteps
@@ -26,7 +25,7 @@ from dra_driver.model.record import ClaimRecord, Phase
 from dra_driver.model.steps import StartMaintenance, WriteCdiSpec
 from tests.claims.test_plan_mig import NODE_, ONE_0
 from tests.fakes.kindnode import KINDS, KindNode, RecordedMpsHost, Site, maintenance_parameters
-from tests.fakes.preparing import Node, maintenance_steps
+from tests.fakes.preparing import Node, error_of, maintenance_steps
 from tests.fakes.samples import (
     DRIVER,
     GPU_0,
@@ -34,9 +33,9 @@ from tests.fakes.samples import (
     MIG_1G,
     MIG_3G,
     MIXED,
-    NODE,
     claim,
     hold,
+    plan,
     record,
     result,
     uuid,
@@ -60,10 +59,6 @@ def in_maintenance(*names: str, uid: str = "uid-reset", phase: Phase = "prepared
     held = [hold(name, admin_access=True) for name in names]
     gpus = tuple(sorted({one.gpu_uuid for one in held}))
     return replace(record(*held, uid=uid, phase=phase), steps=(StartMaintenance(gpus, "Wait", 900),))
-
-
-def plan(wanted: AllocatedClaim, *others: ClaimRecord, **more: Any) -> Plan:
-    return plan_claim(wanted, more.pop("inventory", MIXED), NODE, DRIVER, others, **more)
 
 
 # --- what is planned -----------------------------------------------------------------------------
@@ -96,7 +91,7 @@ def test_claim_that_is_not_for_maintenance_of_existing_devices_alone_is_refused(
         result(GPU_0, "one", admin_access=True), result(device, "two", admin_access=True), configs=configs
     )
     with pytest.raises(ClaimRefusedError, match=text):
-        plan(wanted, inventory=inventory)
+        plan(wanted, found=inventory)
 
 
 OTHERS = (
@@ -144,9 +139,9 @@ def test_claim_with_a_record_that_is_allocated_a_gpu_in_maintenance_is_refused(k
 def test_lost_gpu_is_for_maintenance_but_for_no_other_claim() -> None:
     lost = replace(MIXED, lost=tuple(gpu for gpu in MIXED.gpus if gpu.uuid == uuid(0)))
     lost = replace(lost, gpus=tuple(gpu for gpu in MIXED.gpus if gpu.uuid != uuid(0)))
-    assert plan(maintenance(GPU_0), inventory=lost).steps[0] == StartMaintenance((uuid(0),), "Wait", 900)
+    assert plan(maintenance(GPU_0), found=lost).steps[0] == StartMaintenance((uuid(0),), "Wait", 900)
     with pytest.raises(DeviceLostError):
-        plan(claim(result(GPU_0, admin_access=True)), inventory=lost)
+        plan(claim(result(GPU_0, admin_access=True)), found=lost)
 
 
 # --- what is done --------------------------------------------------------------------------------
@@ -176,11 +171,6 @@ def nvml_open(node: Node) -> Iterator[None]:
 def phase(node: Node) -> str | None:
     found = node.records.get(UID)
     return None if found is None else found.phase
-
-
-def error_of(answer: object) -> str:
-    assert isinstance(answer, Failed), answer
-    return answer.error
 
 
 def test_failed_try_keeps_the_record_unless_the_failure_is_permanent(

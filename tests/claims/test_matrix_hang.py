@@ -245,6 +245,7 @@ def test_prepared_claim_in_place_is_answered_whatever_its_tool_does(case: Case, 
             assert isinstance(node.prepare(wanted), Failed), "what is not in place is not answered"
         finally:
             let.set()
+            eventually(lambda: not node.lanes.under_way())  # the next test has the same machine
 
 
 # --- the second boot: the record says what the claim gets, and nothing of it is done yet -----------

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.steps import STEPS
 from tests.fakes.kindnode import EFFECTS, KINDS, Site, sharing
 from tests.fakes.matrix import BOOTS, Case
 from tests.fakes.preparing import Crash
-from tests.fakes.samples import DRIVER, NODE, claim
+from tests.fakes.samples import claim, plan
 from tests.fakes.tables import read_yaml
 
 in_each_boot = pytest.mark.parametrize("boot", BOOTS)
@@ -39,10 +38,10 @@ EXPECTED = read_yaml(Path(__file__).with_name("effects.yaml"))
 
 def test_every_kind_of_step_has_a_kind_of_claim(site: Site) -> None:
     plans = [
-        plan_claim(kind.wanted(site), site.inventory, NODE, DRIVER, (), sharing(site), metadata=kind.metadata)
+        plan(kind.wanted(site), found=site.inventory, sharing=sharing(site), metadata=kind.metadata)
         for kind in KINDS.values()
     ]
-    assert {type(step) for plan in plans for step in plan.steps} == set(STEPS)
+    assert {type(step) for one in plans for step in one.steps} == set(STEPS)
 
 
 def test_the_matrix_covers_every_effect_and_every_write(case: Case) -> None:
@@ -159,6 +158,11 @@ def test_devices_of_a_dead_prepare_are_not_given_away(case: Case) -> None:
         assert not is_held or "is held by claim default/claim-uid-1 (UID uid-1)" in answer.error, point
 
 
+@pytest.mark.parametrize(
+    "case",
+    ["plain", "several requests", "MIG on demand with MPS and metadata", "virtual machine"],
+    indirect=True,
+)
 def test_prepare_with_another_allocation_leaves_nothing_of_the_dead_one(case: Case) -> None:
     other = claim(case.site.whole(4))
     expected = case.fresh()

@@ -25,7 +25,7 @@ from tests.fakes.samples import claim
 from tests.health.test_store import BAD, PART
 
 RECORD = "plugin/claims/uid-1.json"
-TREES = 40
+TREES = 16
 """So many of the contents that a disk may have are tried of each kind of claim."""
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
-from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from dra_driver.model.claim import AllocatedClaim, Prepared
 from dra_driver.model.steps import WriteCdiSpec
 from tests.fakes.kindnode import KINDS, KindNode, Site
+from tests.fakes.preparing import error_of
 from tests.fakes.samples import claim
 
 REMEDY = "install gpu-dra-driver 9.0.0 or newer"
@@ -56,11 +57,6 @@ class NewerRelease:
                 file.write_text(text)
 
 
-def refusal(answer: object) -> str:
-    assert isinstance(answer, Failed), answer
-    return answer.error
-
-
 def others(node: KindNode) -> list[AllocatedClaim]:
     """A claim for each device of the prepared claim."""
     return [claim(held.device, uid=f"other-{n}") for n, held in enumerate(node.record_of().devices)]
@@ -75,10 +71,10 @@ def test_claim_with_a_newer_record_keeps_its_devices_and_ends(node: KindNode, si
     older, kept = node.again(), node.state()
     for _ in range(2):
         older.cleaner.clean_all()
-        assert REMEDY in refusal(older.prepare(wanted))
+        assert REMEDY in error_of(older.prepare(wanted))
     for rival in rivals if kind not in SHARED else ():
         refused = "is in maintenance for claim" if kind == "maintenance" else "is held by claim"
-        assert refused in refusal(older.prepare(rival))
+        assert refused in error_of(older.prepare(rival))
     assert older.state() == kept
     [problem] = older.records.problems()
     assert (problem.code, f"cannot use uid-1.json in {node.records.directory}" in problem.text) == (
@@ -109,7 +105,7 @@ def test_gpu_with_a_newer_ledger_gets_no_new_claim_and_its_claims_end(
     assert after["GPUs"] == kept["GPUs"] or kind == "maintenance", "no one knows what must be undone first"
     assert {name for name in after if LEDGER in name} == {name for name in kept if LEDGER in name}
     for rival in rivals if kind not in SHARED else ():
-        assert "gets no new claims: gpu-dra-driver 9.0.0 wrote the ledger" in refusal(older.prepare(rival))
+        assert "gets no new claims: gpu-dra-driver 9.0.0 wrote the ledger" in error_of(older.prepare(rival))
     assert older.state() == after
     device = site.inventory.by_name[site.whole(4)]
     withheld = older.cleaner.withheld()
@@ -159,7 +155,7 @@ def test_step_of_a_claim_whose_newer_record_has_no_spec_yet_is_not_undone(
     older, kept = node.again(), node.state()
     assert older.cleaner.clean_all() == []
     refused = "is in maintenance for claim" if kind == "maintenance" else "is held by claim"
-    assert refused in refusal(older.prepare(rival))
+    assert refused in error_of(older.prepare(rival))
     assert older.state() == kept
     assert older.unprepare(wanted) is None
     assert older.state() == release.first

@@ -15,7 +15,7 @@ import pytest
 from dra_driver.claims.prepare import ClaimPlanner
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import Failed, Prepared
-from tests.fakes.preparing import Claims, Node
+from tests.fakes.preparing import Claims, Node, error_of
 from tests.fakes.samples import GPU_0, claim, result
 from tests.fakes.waiting import PATIENCE_S
 
@@ -67,9 +67,7 @@ def test_unprepare_that_a_newer_prepare_overtook_undoes_nothing(node: Node) -> N
     late = Late(node.records, "locks", lambda: unprepare(node))
     assert isinstance(node.prepare(WANTED), Prepared)
     before = node.files()
-    refused = late.answer()
-    assert isinstance(refused, Failed)
-    assert "the claim was prepared again after this call began" in refused.error
+    assert "the claim was prepared again after this call began" in error_of(late.answer())
     assert node.files() == before
     assert unprepare(node) is None, "a call that begins now is meant"
     assert node.files() == {}
@@ -99,9 +97,7 @@ def test_prepare_that_was_unprepared_does_not_finish_the_record_of_a_newer_one(
         next(turns)()
 
     monkeypatch.setattr(node.executor, "change", changed)
-    refused = node.prepare(WANTED)
-    assert isinstance(refused, Failed)
-    assert "the claim was unprepared during this call" in refused.error
+    assert "the claim was unprepared during this call" in error_of(node.prepare(WANTED))
     assert node.record_of().phase == "preparing"
     go_on.set()
     newer.join(20)
@@ -151,9 +147,7 @@ def test_prepare_whose_caller_left_while_it_waited_leaves_nothing(node: Node) ->
         lambda: node.service.prepare([WANTED.ref], None, left.is_set)[WANTED.ref.uid],
     )
     left.set()
-    refused = late.answer()
-    assert isinstance(refused, Failed)
-    assert "cancelled this call" in refused.error
+    assert "cancelled this call" in error_of(late.answer())
     assert node.files() == {}
 
 

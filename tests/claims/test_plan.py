@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.claims.rules.plan import answer, our_part, plan_claim
+from dra_driver.claims.rules.plan import answer, our_part
 from dra_driver.errors import ClaimRefusedError, DraDriverError, InvalidConfigError
 from dra_driver.model.claim import (
     AllocatedClaim,
@@ -30,6 +30,7 @@ from tests.fakes.samples import (
     NODE,
     claim,
     hold,
+    plan,
     record,
     ref,
     result,
@@ -37,10 +38,6 @@ from tests.fakes.samples import (
 )
 
 SHARE = "9f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4"
-
-
-def plan(wanted: AllocatedClaim, *others: ClaimRecord) -> Plan:
-    return plan_claim(wanted, MIXED, NODE, DRIVER, others)
 
 
 def refusal(wanted: AllocatedClaim, *others: ClaimRecord) -> str:
@@ -245,7 +242,7 @@ def test_management_without_admin_access_is_refused(source: Any, after: tuple) -
 def test_parameters_of_a_newer_release_do_not_keep_a_prepared_monitor_from_its_devices() -> None:
     wanted = claim(result(GPU_0, admin_access=True), configs=(config(management=True, newer=1),))
     known = ClaimRecord(wanted, "prepared", "boot-1", (hold(GPU_0, admin_access=True),), (WriteCdiSpec(),))
-    kept = plan_claim(wanted, MIXED, NODE, DRIVER, (), known=known)
+    kept = plan(wanted, known=known)
     assert [device.managed for device in kept.devices] == [()]
 
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.cdi.rules.spec import SpecDevice
-from dra_driver.claims.rules.plan import lost_claim, plan_claim
+from dra_driver.claims.rules.plan import lost_claim
 from dra_driver.errors import ClaimRefusedError, DeviceLostError
 from dra_driver.mig.rules.counters import partitioned
-from dra_driver.model.claim import AllocatedClaim, DeviceConfig, HeldDevice
+from dra_driver.model.claim import DeviceConfig, HeldDevice
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, StaticMigDevice
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, LeaveMigMode, RunMps, WriteCdiSpec
-from tests.fakes.samples import DRIVER, NODE, ONE_G, THREE_G, TWO_G, VERSIONS, claim, h100, mig, result, uuid
+from tests.fakes import samples
+from tests.fakes.samples import DRIVER, ONE_G, THREE_G, TWO_G, VERSIONS, claim, h100, mig, result, uuid
 
 TABLE = (
     PlacedProfile(THREE_G, (Placement(0, 4), Placement(4, 4))),
@@ -59,13 +61,7 @@ ONE_0, TWO_0, TWO_4, THREE_4 = (
 )
 
 
-def plan(
-    wanted: AllocatedClaim,
-    *others: ClaimRecord,
-    inventory: Inventory = NODE_,
-    known: ClaimRecord | None = None,
-) -> Plan:
-    return plan_claim(wanted, inventory, NODE, DRIVER, others, known=known)
+plan = partial(samples.plan, found=NODE_)
 
 
 def recorded(made: Plan) -> ClaimRecord:
@@ -145,14 +141,14 @@ def test_instance_of_someone_else_is_named() -> None:
     name = SLOTS["1g.10gb", 6]
     assert name not in inventory.by_name
     with pytest.raises(ClaimRefusedError, match="which gpu-dra-driver did not create"):
-        plan(claim(name), inventory=inventory)
+        plan(claim(name), found=inventory)
 
 
 def test_running_claim_keeps_its_static_device_when_the_gpu_becomes_partitioned() -> None:
     static = Inventory(VERSIONS, (h100(0, mig_enabled=True, mig_devices=(mig(0, ONE_G, 6, 1, 13),)), h100(1)))
     name = SLOTS["1g.10gb", 6]
-    known = recorded(plan(claim(name), inventory=static))
-    again = plan(claim(name), inventory=node(withheld_mig=True), known=known)
+    known = recorded(plan(claim(name), found=static))
+    again = plan(claim(name), found=node(withheld_mig=True), known=known)
     assert isinstance(again.devices[0].offered, StaticMigDevice)
     assert (again.held_devices(), again.steps) == (known.devices, known.steps)
 
@@ -160,7 +156,7 @@ def test_running_claim_keeps_its_static_device_when_the_gpu_becomes_partitioned(
 def test_running_claim_keeps_its_made_device_when_the_gpu_is_not_partitioned_any_more() -> None:
     known = recorded(plan(claim(TWO_0)))
     static = Inventory(VERSIONS, (h100(0, mig_enabled=True, mig_devices=(mig(0, TWO_G, 0, 2, 3),)), h100(1)))
-    again = plan(claim(TWO_0), inventory=static, known=known)
+    again = plan(claim(TWO_0), found=static, known=known)
     assert (again.held_devices(), again.steps) == (known.devices, known.steps)
 
 
@@ -191,19 +187,19 @@ def test_leaving_instance_of_ours_refuses_no_claim(name: str) -> None:
     """The leaving instance is destroyed first, although it is still excluded from what is published."""
     found = with_leftovers(ORPHAN)
     assert name not in found.by_name
-    assert plan(claim(name), inventory=found).steps == plan(claim(name)).steps
+    assert plan(claim(name), found=found).steps == plan(claim(name)).steps
     with pytest.raises(DeviceLostError):
-        plan(claim(name), inventory=with_leftovers(ORPHAN, lost=True))
+        plan(claim(name), found=with_leftovers(ORPHAN, lost=True))
 
 
 def test_leaving_instance_next_to_a_foreign_instance() -> None:
     found = with_leftovers(ORPHAN, FOREIGN)
-    assert plan(claim(ONE_0), inventory=found).steps == (creation(ONE_0), WriteCdiSpec())
+    assert plan(claim(ONE_0), found=found).steps == (creation(ONE_0), WriteCdiSpec())
     with pytest.raises(ClaimRefusedError, match="gpu-dra-driver did not create"):
-        plan(claim(SLOTS["1g.10gb", 6]), inventory=found)
+        plan(claim(SLOTS["1g.10gb", 6]), found=found)
     for name in (THREE_4, WHOLE):
         with pytest.raises(ClaimRefusedError, match="does not exist on this node"):
-            plan(claim(name), inventory=found)
+            plan(claim(name), found=found)
 
 
 def test_server_that_cannot_count_gets_nothing_back_either() -> None:

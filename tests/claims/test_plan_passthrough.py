@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dra_driver.claims.rules.holders import DeviceHeldError
-from dra_driver.claims.rules.plan import answer, plan_claim
+from dra_driver.claims.rules.plan import answer
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.inventory.rules.gpu_names import held_gpu_names
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult, HeldDevice
 from dra_driver.model.gpu import uuid_of_bus_id
 from dra_driver.model.host import ExtraDevices
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio, LeaveMigMode, WriteCdiSpec, WriteDeviceMetadata
+from tests.fakes import samples
 from tests.fakes.samples import (
     DRIVER,
     GPU_0,
@@ -43,8 +44,7 @@ HELD = HeldDevice(VFIO_0, "vfio", uuid_of_bus_id(card(0).bus_id), uuid(0))
 WHOLE = HeldDevice(GPU_0, "gpu", uuid(0), uuid(0))
 
 
-def plan(wanted: AllocatedClaim, *others: ClaimRecord, found: Inventory = FREE, **more: Any) -> Plan:
-    return plan_claim(wanted, found, NODE, DRIVER, others, **more)
+plan = partial(samples.plan, found=FREE)
 
 
 def config(

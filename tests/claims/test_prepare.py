@@ -27,7 +27,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import WriteCdiSpec
-from tests.fakes.preparing import Node, in_threads
+from tests.fakes.preparing import Node, error_of, in_threads
 from tests.fakes.samples import (
     GPU_0,
     GPU_1,
@@ -65,12 +65,6 @@ def failing(error: Exception):
         raise error
 
     return fail
-
-
-def error_of(answer: object) -> str:
-    assert isinstance(answer, Failed)
-    assert "\n" not in answer.error
-    return answer.error
 
 
 # --- the plain way -------------------------------------------------------------------------------
@@ -138,12 +132,6 @@ def test_unprepare_works_from_the_record_alone(node: Node) -> None:
     reads = len(node.claims.reads)
     assert (node.unprepare(claim(GPU_0)), node.files()) == (None, {})
     assert len(node.claims.reads) == reads
-
-
-def test_unprepare_removes_a_spec_that_no_record_speaks_of(node: Node) -> None:
-    node.prepare(claim(GPU_0))
-    node.records.delete("uid-1")
-    assert (node.unprepare(claim(GPU_0)), node.files()) == (None, {})
 
 
 def test_claim_without_a_device_of_ours_is_ready_and_leaves_nothing(node: Node) -> None:
@@ -362,10 +350,6 @@ def test_uid_with_path_characters_is_refused_and_touches_nothing(node: Node, uid
     assert (node.files(), sorted(node.directory.parent.iterdir())) == ({}, outside)
 
 
-def test_device_name_with_path_characters_is_refused(node: Node) -> None:
-    assert "does not exist on this node" in error_of(node.prepare(claim("../../gpu-0")))
-
-
 def test_call_fails_for_now_when_its_deadline_is_over(node: Node) -> None:
     node.prepare(claim(GPU_0))
     files = node.files()
@@ -523,22 +507,6 @@ def test_unprepare_during_prepare_waits_for_it_and_leaves_nothing(node: Node) ->
     assert node.files() == {}
 
 
-def test_claim_keeps_its_metadata_whatever_the_setting_becomes(tmp_path: Path) -> None:
-    with_it, without = claim(GPU_0, uid="uid-1"), claim(GPU_1, uid="uid-2")
-    on = Node(tmp_path, MIXED, metadata=("v1beta1",))
-    first = on.prepare(with_it)
-    assert first.devices[0].cdi_ids[1:] == ("gpu.nvidia.com/metadata=uid-1_gpu",)
-    off = on.restarted(metadata=())
-    assert off.prepare(without) == prepared(without)
-    assert off.prepare(with_it) == first
-    on = off.restarted(metadata=("v1beta1", "v1alpha1"))
-    before = on.files()
-    assert (on.prepare(with_it), on.prepare(without)) == (first, prepared(without))
-    assert on.files() == before
-    off = on.restarted(metadata=())
-    assert [off.unprepare(with_it), off.unprepare(without), off.files()] == [None, None, {}]
-
-
 def test_answer_of_the_record_names_the_metadata_while_nvml_is_away(tmp_path: Path) -> None:
     node = Node(tmp_path, MIXED, metadata=("v1beta1",))
     first = node.prepare(claim(GPU_0))
@@ -571,7 +539,7 @@ def test_metadata_that_cannot_be_written_or_removed_is_that_claims_error(
     assert node.files() == {}
 
 
-def test_metadata_of_a_lost_record_goes_with_the_unprepare(tmp_path: Path) -> None:
+def test_spec_and_metadata_that_no_record_speaks_of_go_with_the_unprepare(tmp_path: Path) -> None:
     node = Node(tmp_path, MIXED, metadata=("v1beta1",))
     wanted = claim(GPU_0)
     node.prepare(wanted)

@@ -640,14 +640,6 @@ def test_claim_that_is_waited_for_has_the_grace_time_otherwise(node: Node, pods_
     assert bench.held == []
 
 
-def test_claim_that_is_waited_for_stays_while_a_process_computes(node: Node) -> None:
-    use = InUse(frozenset({4711}), "process 4711 still uses gpu-0")
-    bench = waited_for(node, pods_run=False, in_use=lambda record: use)
-    assert bench.held == ["uid-1"]
-    bench.later()
-    assert bench.held == ["uid-1"]
-
-
 @pytest.mark.parametrize("unanswered", [("uid-1",), ("uid-1", "uid-2")])
 def test_claim_that_is_waited_for_is_checked_again_after_a_check_without_an_answer(
     node: Node, monkeypatch: pytest.MonkeyPatch, unanswered: tuple[str, ...]

@@ -23,7 +23,7 @@ from dra_driver.app.steps import GpuSteps
 from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps, ExtraDeviceFinder
-from dra_driver.claims.prepare import Identity
+from dra_driver.claims.rules.plan import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import NvmlInUseError, PermanentError, RetryableError
 from dra_driver.host.driver_root import DriverRoot

@@ -17,8 +17,8 @@ from dra_driver.cdi.spec_step import ExtraDeviceFinder
 from dra_driver.claims.calls import PrepareAttempt
 from dra_driver.claims.gpu_processes import InUse
 from dra_driver.claims.lifecycle import ClaimLifecycle
-from dra_driver.claims.prepare import Identity
 from dra_driver.claims.reconciler import Reconciler, Rhythm
+from dra_driver.claims.rules.plan import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting import Waiter, WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
@@ -26,7 +26,7 @@ from dra_driver.host.device_nodes import LstatDeviceNodeReader
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.inventory.maintenance_step import MaintenanceSteps
 from dra_driver.journal.executor import StepDispatcher
-from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
+from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, Failed
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
@@ -354,6 +354,13 @@ def reconciler_of(
         rhythm,
         clock,
     )
+
+
+def error_of(answer: object) -> str:
+    """The error of a Prepare or an Unprepare that must fail."""
+    assert isinstance(answer, Failed), answer
+    assert "\n" not in answer.error
+    return answer.error
 
 
 def in_threads(*calls: Callable[[], object]) -> list[object]:

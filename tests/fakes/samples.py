@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from dra_driver.claims.rules.plan import Identity, plan_claim
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, HeldDevice
 from dra_driver.model.gpu import VFIO_PCI, Card, Chassis, Gpu, uuid_of_bus_id
 from dra_driver.model.inventory import DriverVersions, Inventory, WholeGpu
 from dra_driver.model.mig import MigDevice, MigProfile, Placement
+from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import WriteCdiSpec
 
@@ -127,6 +129,17 @@ def claim(
 ) -> AllocatedClaim:
     results = tuple(item if isinstance(item, DeviceResult) else result(item) for item in devices)
     return AllocatedClaim(ref(uid, f"claim-{uid}"), results, configs)
+
+
+def plan(
+    wanted: AllocatedClaim,
+    *others: ClaimRecord,
+    found: Inventory = MIXED,
+    known: ClaimRecord | None = None,
+    **settings: Any,
+) -> Plan:
+    """What Prepare plans on a node with this inventory and these settings."""
+    return plan_claim(wanted, found, Identity(DRIVER, NODE, **settings), others, known)
 
 
 def record(*held: HeldDevice, uid: str = "uid-other", phase: Any = "prepared") -> ClaimRecord:

@@ -59,10 +59,14 @@ def result(device: str, request: str = "gpu", **more: Any) -> Json:
     return {"request": request, "driver": DRIVER, "pool": NODE, "device": device, **more}
 
 
-def parameters(kind: str = "GpuConfig", **sharing: Any) -> list[Json]:
-    """A claim's config of an allocation, with parameters about sharing."""
-    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind, "sharing": sharing}
+def opaque(kind: str = "GpuConfig", **fields: Any) -> list[Json]:
+    """A claim's config of an allocation."""
+    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind, **fields}
     return [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": body}}]
+
+
+def parameters(kind: str = "GpuConfig", **sharing: Any) -> list[Json]:
+    return opaque(kind, sharing=sharing)
 
 
 def sliced(interval: str) -> list[Json]:
@@ -97,6 +101,16 @@ class Node(PlaygroundNode):
             eventually(lambda: has_registered_events(driver))
         return self
 
+    def stop_driver(self) -> None:
+        self.driver.stop()
+        self.driver = None
+
+    def reload_nvidia_driver(self) -> None:
+        self.machine.unload_driver()
+        self.wait_devices(0)
+        self.machine.load_driver()
+        self.wait_devices(8)
+
     def restart_driver(self, **changes: Any) -> Driver:
         self.driver.stop()
         return self.start_driver(**changes)
@@ -130,11 +144,7 @@ class Node(PlaygroundNode):
     @property
     def machine_flags(self) -> list[str]:
         """With which a command finds the node's machine and the plugin's files."""
-        settings = self.settings
-        return [
-            "--simulate", str(settings.simulate), "--simulator-dir", str(settings.simulator_dir),
-            "--kubelet-plugins-directory-path", settings.kubelet_plugins_directory_path,
-        ]  # fmt: skip
+        return self.flags(("--simulate", "--simulator-dir", "--kubelet-plugins-directory-path"))
 
     def stop(self) -> None:
         for process in self._processes:
@@ -188,6 +198,12 @@ class Node(PlaygroundNode):
         if config is not None:
             allocation["devices"]["config"] = config
         return self.claim(name, status={"allocation": allocation})
+
+    def share_by_hand(self, number: int, device: str) -> ClaimRef:
+        """A share of a device with as many GiB of memory as its number."""
+        memory = {"memory": f"{number}Gi"}
+        share_id = f"{number}1111111-1111-1111-1111-111111111111"
+        return self.allocated_by_hand(f"share-{number}", device, shareID=share_id, consumedCapacity=memory)
 
     def delete_claim(self, name: str) -> None:
         """Delete the claim in the API server; the kubelet has not unprepared it yet."""

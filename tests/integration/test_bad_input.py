@@ -29,30 +29,10 @@ def replaced(node: Node) -> ClaimRef:
     return ClaimRef("default", "replaced", NOBODYS)
 
 
-def on_the_device_of_another(node: Node) -> ClaimRef:
-    claims = node.server.objects("resourceclaims")
-    claim = next(one for one in claims if one["metadata"]["name"] == "bystander")
-    [result] = claim["status"]["allocation"]["devices"]["results"]
-    return node.allocated_by_hand("thief", result["device"])
-
-
-def configured(**fields: Any) -> Setup:
-    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", **fields}
-    config = [{"source": "FromClaim", "opaque": {"driver": "gpu.nvidia.com", "parameters": body}}]
-    return lambda node: node.allocated_by_hand("configured", node.devices()[-1]["name"], config=config)
-
-
 BAD: dict[str, tuple[Setup, tuple[str, ...]]] = {
     "not allocated": (lambda node: node.claim("waiting", status={}), ("default/waiting not allocated",)),
     "another of its name": (replaced, ("default/replaced got replaced",)),
     "no claim": (lambda _: ClaimRef("default", "nowhere", NOBODYS), ("default/nowhere", "does not exist")),
-    "unknown device": (
-        lambda node: node.allocated_by_hand("strange", "gpu-00000000"),
-        ("gpu-00000000", "does not exist on this node", "delete the pod"),
-    ),
-    "held device": (on_the_device_of_another, ("held by claim default/bystander",)),
-    "parameters with a typo": (configured(shraing={}), ("shraing",)),
-    "path in a UID": (lambda _: ClaimRef("default", "claim", "../../etc/passwd"), ()),
     "path in a name": (lambda _: ClaimRef("default", "../../api", "uid-2"), ()),
 }
 

@@ -82,10 +82,14 @@ os.open = guarded
 """
         self.process = self.node.spawn(before=hook, HTTP_ENDPOINT=self.address, **settings)
 
-    def running(self, before: str = "", **settings: str) -> None:
-        self.start(before, **settings)
+    def wait(self) -> None:
+        """Until the daemon serves."""
         self.node.kubelet.wait_registered(DRIVER)
         eventually(lambda: len(self.node.devices()) >= 8)
+
+    def stop(self) -> None:
+        self.more.close()
+        self.node.stop()
 
     def refuse(self, error: str, directory: Path) -> None:
         """Let the daemon write nothing below a directory."""
@@ -263,6 +267,8 @@ def _stop_the_fabric(site: Site) -> None:
 
 QUICK = "from dra_driver.claims.reconciler import Rhythm; Rhythm.__init__.__defaults__ = (0.2, 0.3, 0.2, 0.1, 0.1, 5.0)"
 
+READS_OFTEN = "import dra_driver.inventory.discovery as discovery; discovery._RESCAN_EVERY_S = 5.0"
+
 BREAKS: Mapping[str, Break] = {
     "a GPU fell off the bus": Break(_lose_a_gpu, "GPULost"),
     "Xid 95, NVML requests a reset": Break(_xid(95, 1), "GPUUnhealthy"),
@@ -286,7 +292,7 @@ BREAKS: Mapping[str, Break] = {
     ),
     "the NVIDIA driver is not loaded": Break(_unload, "DriverUnavailable", "gpus-unavailable", "not loaded"),
     "`libcuda.so` is missing": Break(
-        _take_libraries, "DriverFilesMissing", "driver-files-missing", "libcuda.so"
+        _take_libraries, "DriverFilesMissing", "driver-files-missing", "libcuda.so", before=READS_OFTEN
     ),
     "the fabric manager does not run": Break(_stop_the_fabric, "GPUUnhealthy"),
     "the CDI directory is read-only": Break(
@@ -330,19 +336,22 @@ BREAKS: Mapping[str, Break] = {
 
 
 @pytest.fixture(scope="module")
-def broken() -> Iterator[Mapping[str, Site]]:
-    """A node for each break, broken just now."""
+def broken(_memory_root: Path) -> Iterator[Mapping[str, Site]]:
+    """A node for each break, broken just now: in memory, but for MPS daemons, which have a /dev/shm of their own."""
     with ExitStack() as stack:
         sites: dict[str, Site] = {}
-        for name in BREAKS:
-            site = sites[name] = Site(Path(stack.enter_context(TemporaryDirectory(prefix="b-"))))
-            stack.callback(site.node.stop)
-            stack.enter_context(site.more)
-        for name, site in sites.items():
-            if BREAKS[name].is_running:
-                site.running(BREAKS[name].before, **BREAKS[name].settings)
-        for name, site in sites.items():
-            BREAKS[name].do(site)
+        for name, one in BREAKS.items():
+            top = None if one.do is _end_the_mps_daemon else _memory_root
+            sites[name] = Site(Path(stack.enter_context(TemporaryDirectory(prefix="b-", dir=top))))
+        pool = ThreadPoolExecutor()
+        stack.callback(lambda: [*pool.map(Site.stop, sites.values())])
+        running = {sites[name]: one for name, one in BREAKS.items() if one.is_running}
+        for site, one in running.items():
+            site.start(one.before, **one.settings)
+        for site in running:
+            site.wait()
+        for name, one in BREAKS.items():
+            one.do(sites[name])
         yield sites
 
 
@@ -372,7 +381,7 @@ def test_broken_nodes_are_shown_as_the_manual_says(
         reason = BREAKS[name].event
         if reason is not None:
             eventually(partial(site.node.events, reason), WITHIN_S)
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor() as pool:
         rows = [*pool.map(lambda name: _row(broken[name], name), BREAKS)]
     header = ("Fault", "`doctor`", "Also shown by")
     is_golden(GOLDEN, _table((header, ["---"] * 3, *rows)))

@@ -41,18 +41,10 @@ Json = dict[str, Any]
 # --- doctor -------------------------------------------------------------------------------------
 
 
-def doctor_options(node: Node) -> list[str]:
-    settings = node.settings
-    return [
-        "--node-name", NODE, "--kubeconfig", str(settings.kubeconfig), "--cdi-root", settings.cdi_root,
-        "--kubelet-registrar-directory-path", settings.kubelet_registrar_directory_path, *node.machine_flags,
-    ]  # fmt: skip
-
-
 def health_lines(node: Node) -> list[tuple[str, str, str]]:
     """Status, what was seen, and the remedy, of each line `health`. Nothing else fails, but for a plugin that does not
     run."""
-    done = call("doctor", "-o", "json", *doctor_options(node))
+    done = call("doctor", "-o", "json", *node.flags())
     checks = json.loads(done.stdout)["checks"]
     failing = {check["check"] for check in checks if check["status"] == "FAIL"}
     away = {"plugin"} if node.driver is None else set()
@@ -95,14 +87,12 @@ def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> 
 
 
 def test_doctor_names_a_lost_gpu_when_no_plugin_runs(node: Node) -> None:
-    assert node.driver is not None
-    node.driver.stop()
-    node.driver = None
+    node.stop_driver()
     health = node.plugin_dir / "health.json"
     health.unlink(missing_ok=True)
     gone = node.machine.gpu(5)
     node.machine.lose_gpu(5)
-    done = call("doctor", *doctor_options(node))
+    done = call("doctor", *node.flags())
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     assert any(line.startswith("OK    NVML                 7 of 8 GPUs answer") for line in lines), lines
@@ -120,15 +110,13 @@ def test_doctor_names_a_lost_gpu_when_no_plugin_runs(node: Node) -> None:
 
 
 def test_a_gpu_that_hangs_hides_nothing_else_from_doctor(node: Node) -> None:
-    assert node.driver is not None
-    node.driver.stop()
-    node.driver = None
+    node.stop_driver()
     ill, now = node.machine.gpu(5), int(time.time())
     bad = Reason("xid", "95", Severity.UNHEALTHY, now - 7200, now, "Xid 95")
     state = HealthState(HealthTarget(ill.uuid), (bad,), pci_bus_id=ill.bus_id)
     (node.plugin_dir / "health.json").write_bytes(encode(KeptHealth(node.machine.boot_id, None, (state,))))
     node.machine.set_fault("nvmlDeviceGetRemappedRows", delay_s=30.0, gpu=node.machine.gpu(3).uuid)
-    done = call("doctor", "-o", "json", *doctor_options(node))
+    done = call("doctor", "-o", "json", *node.flags())
     checks = json.loads(done.stdout)["checks"]
     found = {(one["check"], one["status"], re.sub(r"\d+s ago", "now", one["seen"])) for one in checks}
     named = f"gpu-{ill.uuid[4:12]} ({ill.bus_id})"
@@ -147,7 +135,7 @@ def test_a_gpu_that_hangs_hides_nothing_else_from_doctor(node: Node) -> None:
 
 
 def test_doctor_on_a_node_at_work(node: Node) -> None:
-    options = doctor_options(node)
+    options = node.flags()
     before = node.server.writes("resourceslices")
     done = call("doctor", "-o", "json", *options)
     assert done.stderr == ""

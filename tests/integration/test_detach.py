@@ -130,9 +130,7 @@ def test_a_lost_gpu_is_known_by_its_bus_id_when_no_plugin_saw_it(
     held, other = node.allocated_by_hand("held", names[3]), node.allocated_by_hand("other", names[4])
     node.prepare(held)
     node.prepare(other)
-    assert node.driver is not None
-    node.driver.stop()
-    node.driver = None
+    node.stop_driver()
     (node.plugin_dir / "health.json").unlink(missing_ok=True)
     node.machine.lose_gpu(3)
     for given in (uuid, bus, names[3]):

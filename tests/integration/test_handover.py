@@ -42,6 +42,14 @@ def started(node: Node, name: str, **environment: str) -> Any:
     return process
 
 
+def at_work(make_node: Callable[..., Node], **environment: str) -> tuple[Node, Any]:
+    """A node, and the process of the daemon that works there."""
+    node = make_node()
+    process = started(node, "older", **environment)
+    node.wait_devices(8)
+    return node, process
+
+
 def answer_soon(node: Node, ref: ClaimRef) -> Any:
     """The answer to a Prepare; None if the kubelet has called a daemon that has just ended, and waits for it."""
     with suppress(KubeletError):
@@ -55,9 +63,7 @@ def prepared(node: Node, name: str) -> None:
 
 
 def test_newer_daemon_takes_over_and_no_call_is_lost(make_node: Callable[..., Node]) -> None:
-    node = make_node()
-    older = started(node, "older")
-    node.wait_devices(8)
+    node, older = at_work(make_node)
     refs, published = [node.claim(f"claim-{number}") for number in range(7)], node.slices()
     with ThreadPoolExecutor() as pool:
 
@@ -86,9 +92,7 @@ def test_newer_daemon_takes_over_and_no_call_is_lost(make_node: Callable[..., No
 
 def test_daemon_is_registered_when_it_has_opened_nvml(make_node: Callable[..., Node]) -> None:
     """Opening NVML on a large machine takes seconds; the worker serves meanwhile."""
-    node = make_node()
-    started(node, "older")
-    node.wait_devices(8)
+    node, _ = at_work(make_node)
     began = time.monotonic()
     node.spawn(POD_UID="newer", before=SLOW_NVML)
     ref = node.claim("one")
@@ -103,9 +107,7 @@ def test_daemon_is_registered_when_it_has_opened_nvml(make_node: Callable[..., N
 def test_older_daemon_works_again_when_the_newer_one_has_ended(
     make_node: Callable[..., Node], ending: signal.Signals
 ) -> None:
-    node = make_node()
-    started(node, "older")
-    node.wait_devices(8)
+    node, _ = at_work(make_node)
     newer = started(node, "newer")
     ref = node.claim("one")
     answer = node.ready(ref)
@@ -120,9 +122,7 @@ def test_older_daemon_works_again_when_the_newer_one_has_ended(
 def test_daemon_that_crashes_after_it_has_asked_does_not_stop_the_older_one(
     make_node: Callable[..., Node],
 ) -> None:
-    node = make_node()
-    started(node, "older")
-    node.wait_devices(8)
+    node, _ = at_work(make_node)
     crash = (
         "import os\nfrom dra_driver.app.daemon import Driver\nDriver._open_state = lambda _self: os._exit(3)"
     )
@@ -134,11 +134,11 @@ def test_daemon_that_crashes_after_it_has_asked_does_not_stop_the_older_one(
 
 
 def test_gpu_whose_step_hangs_is_not_a_reason_to_keep_the_node(make_node: Callable[..., Node]) -> None:
-    node = make_node()
     hangs = "TimeSliceSteps.do = lambda *_: threading.Event().wait(600)"
-    before = f"import threading\nfrom dra_driver.sharing.steps import TimeSliceSteps\n{hangs}"
-    older, address = started(node, "older", before=before), own_address()
-    node.wait_devices(8)
+    soon = "import dra_driver.app.daemon as daemon\ndaemon._CALLS_S = 0.5"
+    before = f"import threading\nfrom dra_driver.sharing.steps import TimeSliceSteps\n{hangs}\n{soon}"
+    node, older = at_work(make_node, before=before)
+    address = own_address()
     first, second = (device["name"] for device in node.devices()[:2])
     hanging = node.allocated_by_hand("one", first, config=sliced("Long"))
     with ThreadPoolExecutor() as pool:
@@ -157,7 +157,6 @@ def test_gpu_whose_step_hangs_is_not_a_reason_to_keep_the_node(make_node: Callab
 
 def test_hand_over_that_hangs_ends_the_process(make_node: Callable[..., Node]) -> None:
     """Then the kernel releases its right to work."""
-    node = make_node()
     before = """
 import threading
 import dra_driver.app.daemon as daemon
@@ -165,8 +164,7 @@ from dra_driver.slices.publisher import Publisher
 daemon._HAND_OVER_S = 0.5
 Publisher.stop = lambda _self: threading.Event().wait(600)
 """
-    older = started(node, "older", before=before)
-    node.wait_devices(8)
+    node, older = at_work(make_node, before=before)
     prepared(node, "one")
     started(node, "newer")
     prepared(node, "two")
@@ -176,14 +174,12 @@ Publisher.stop = lambda _self: threading.Event().wait(600)
 def test_nvml_that_hangs_when_it_is_closed_does_not_delay_the_hand_over(
     make_node: Callable[..., Node],
 ) -> None:
-    node = make_node()
     before = """
 import threading
 from dra_driver.nvml.health_source import HealthSource
 HealthSource.close = lambda _self: threading.Event().wait(600)
 """
-    older = started(node, "older", before=before)
-    node.wait_devices(8)
+    node, older = at_work(make_node, before=before)
     started(node, "newer")
     prepared(node, "one")
     assert older.poll() is None
@@ -193,14 +189,13 @@ def test_newer_daemon_restores_what_the_older_one_lost(
     make_node: Callable[..., Node], tmp_path: Path
 ) -> None:
     """For example time slices after a reload of the NVIDIA driver."""
-    node, mark = make_node(), tmp_path / "mark"
+    mark = tmp_path / "mark"
     before = f"""
 from pathlib import Path
 from dra_driver.sharing.steps import TimeSliceSteps
 TimeSliceSteps.driver_reloaded = lambda _self: Path({str(mark)!r}).touch()
 """
-    started(node, "older")
-    node.wait_devices(8)
+    node, _ = at_work(make_node)
     started(node, "newer", before=before)
     prepared(node, "one")
     eventually(mark.exists)
@@ -252,8 +247,8 @@ Publisher.wait_published = lambda *_: not Path({str(mark)!r}).exists()
 
 
 def test_daemon_that_stands_by_while_nvml_hangs_is_not_restarted(make_node: Callable[..., Node]) -> None:
-    node, address = make_node(), own_address()
-    started(node, "older")
+    node, _ = at_work(make_node)
+    address = own_address()
     hangs = "NvmlSession._open_counted = lambda _self: threading.Event().wait(600)"
     before = f"import threading\nfrom dra_driver.nvml.session import NvmlSession\n{hangs}"
     node.spawn(POD_UID="newer", before=before, HTTP_ENDPOINT=address)
@@ -264,9 +259,7 @@ def test_daemon_that_stands_by_while_nvml_hangs_is_not_restarted(make_node: Call
 def test_daemon_that_gets_no_answer_from_the_worker_is_not_ready_and_says_so(
     make_node: Callable[..., Node],
 ) -> None:
-    node = make_node()
-    older = started(node, "older")
-    node.wait_devices(8)
+    node, older = at_work(make_node)
     os.kill(older.pid, signal.SIGSTOP)
     address, damaged = own_address(), node.plugin_dir / f"claims/{uuid4()}.json"
     damaged.write_text("damaged")
@@ -282,18 +275,15 @@ def test_daemon_that_gets_no_answer_from_the_worker_is_not_ready_and_says_so(
 
 
 def test_daemon_whose_lock_file_was_removed_ends(make_node: Callable[..., Node]) -> None:
-    node = make_node()
-    worker = started(node, "worker")
-    node.wait_devices(8)
+    node, worker = at_work(make_node)
     (node.plugin_dir / "worker.lock").unlink()
     assert worker.wait(PATIENCE_S) == 1
 
 
 def test_daemon_that_has_handed_over_stays_ready_and_has_no_socket(make_node: Callable[..., Node]) -> None:
     """Otherwise Kubernetes deletes its pod while the new one is not ready, and a restarted kubelet calls it."""
-    node, address = make_node(), own_address()
-    started(node, "older", HTTP_ENDPOINT=address)
-    node.wait_devices(8)
+    address = own_address()
+    node, _ = at_work(make_node, HTTP_ENDPOINT=address)
     node.spawn(POD_UID="newer")
     said = page(address, "/readyz", "has handed the node over")
     assert said.startswith("ok\n")

@@ -14,11 +14,10 @@ from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.fakes.scrapes import scraped
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Json, Node, sliced
+from tests.integration.conftest import Node, opaque, sliced
 from tests.integration.test_process import call
 from tests.integration.test_serviced import tainted
 
-DRIVER = "gpu.nvidia.com"
 GPU_RESET = 1
 
 
@@ -27,13 +26,16 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "WaitTimeouts", partial(WaitTimeouts, last_s=44.0))
 
 
-def config(**fields: Any) -> list[Json]:
-    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "MaintenanceConfig", **fields}
-    return [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": body}}]
+def maintenance(node: Node, name: str, *devices: str) -> ClaimRef:
+    return node.allocated_by_hand(name, *devices, config=opaque("MaintenanceConfig"), adminAccess=True)
 
 
-def maintenance(node: Node, name: str, *devices: str, **fields: Any) -> ClaimRef:
-    return node.allocated_by_hand(name, *devices, config=config(**fields), adminAccess=True)
+def in_maintenance(node: Node) -> tuple[list[str], ClaimRef]:
+    """The names of all devices, and a prepared claim that takes the fourth GPU out of service."""
+    before = names(node)
+    ref = maintenance(node, "reset", before[3])
+    node.ready(ref)
+    return before, ref
 
 
 def states(node: Node) -> dict[str, str]:
@@ -49,6 +51,11 @@ def failure(node: Node, ref: ClaimRef) -> str:
     outcome = node.prepare(ref)[ref.uid]
     assert isinstance(outcome, Failed), outcome
     return outcome.error
+
+
+def monitored(node: Node) -> int:
+    """Of how many GPUs a metric says whether the plugin watches them."""
+    return sum(name == "nvidia_dra_gpu_monitored" for name, _ in scraped(node.driver.metrics))
 
 
 def reset(node: Node, gpu: str) -> Any:
@@ -136,9 +143,7 @@ def test_time_that_is_over_opens_nvml_and_keeps_the_gpu_withdrawn(
 
 
 def test_detach_end_opens_nvml_and_detach_names_the_claim(node: Node) -> None:
-    before = names(node)
-    ref = maintenance(node, "reset", before[3])
-    node.ready(ref)
+    before, ref = in_maintenance(node)
     refused = call("detach", before[5], *node.machine_flags)
     assert (refused.returncode, "claims use the GPUs: default/reset" in refused.stderr) == (1, True)
     until = node.driver.detachments.now()
@@ -179,18 +184,9 @@ def test_restart_during_maintenance_keeps_the_slices_and_nvml_closed(node: Node)
     node.wait_devices(8)
 
 
-def test_file_of_a_claim_that_is_not_prepared_is_removed_by_the_next_start(node: Node) -> None:
-    node.driver.detachments.begin(900, maintenance(node, "reset", names(node)[3]))
-    node.restart_driver()
-    node.wait_devices(8)
-    assert node.driver.detachments.written() is None
-
-
 @pytest.mark.parametrize("writer", ["newer release", "damaged"])
 def test_gpu_of_a_claim_whose_record_cannot_be_read_stays_withdrawn(node: Node, writer: str) -> None:
-    before = names(node)
-    ref = maintenance(node, "reset", before[3])
-    node.ready(ref)
+    before, ref = in_maintenance(node)
     record = node.driver.records.path(ref.uid)
     document = json.loads(record.read_text())
     document["steps"].append({"kind": "of-a-newer-release"})
@@ -231,6 +227,7 @@ def test_health_and_time_slices_are_those_of_before_and_nothing_is_made_up(
     sliced_ref = node.allocated_by_hand("sliced", before[1], config=sliced("Long"))
     node.ready(sliced_ref)
     states_before = node.driver.health.book.states()
+    assert monitored(node) == 8
     ref = maintenance(node, "reset", before[3])
     node.ready(ref)
     assert node.machine.timeslice(1) == 0, "the NVIDIA driver released the GPU"
@@ -238,15 +235,14 @@ def test_health_and_time_slices_are_those_of_before_and_nothing_is_made_up(
     assert node.driver.health.problems() == []
     assert node.driver.health.book.states() == states_before
     assert node.driver.health.gpus() is None
+    assert monitored(node) == 0, "an unwatched GPU would cause an alert"
     node.must_unprepare(ref)
     eventually(lambda: node.machine.timeslice(1) == 3)
     eventually(lambda: node.driver.health.gpus() is not None)
 
 
 def test_gpu_returns_only_after_nvml_has_been_read_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = names(node)
-    ref = maintenance(node, "reset", before[3])
-    node.ready(ref)
+    before, ref = in_maintenance(node)
     with monkeypatch.context() as patch:
         patch.setattr(node.driver.discovery, "_read_everything", lambda: True)
         node.must_unprepare(ref)
@@ -255,24 +251,9 @@ def test_gpu_returns_only_after_nvml_has_been_read_again(node: Node, monkeypatch
     eventually(lambda: names(node) == before)
 
 
-def test_gpus_that_are_not_watched_on_purpose_have_no_sample_to_alert_on(node: Node) -> None:
-    ref = maintenance(node, "reset", names(node)[3])
-
-    def monitored() -> int:
-        return sum(name == "nvidia_dra_gpu_monitored" for name, _ in scraped(node.driver.metrics))
-
-    assert monitored() == 8
-    node.ready(ref)
-    assert monitored() == 0
-    node.must_unprepare(ref)
-    eventually(lambda: monitored() == 8)
-
-
 def test_stale_maintenance_claim_is_released_while_nvml_is_closed(node: Node) -> None:
     """Its pod was force-deleted, or it was deleted while the node was off: no process can be found without NVML."""
-    before = names(node)
-    ref = maintenance(node, "reset", before[3])
-    node.ready(ref)
+    before, _ = in_maintenance(node)
     node.delete_claim("reset")
     reconciler = node.driver.claims.reconciler
     reconciler.check()
@@ -297,9 +278,7 @@ def test_slices_that_cannot_be_written_keep_nvml_open(node: Node, monkeypatch: p
 
 
 def test_claim_whose_files_cannot_be_removed_does_not_keep_nvml_closed(node: Node) -> None:
-    before = names(node)
-    ref = maintenance(node, "reset", before[3])
-    node.ready(ref)
+    before, ref = in_maintenance(node)
     [spec] = node.cdi.glob("*")
     spec.unlink()
     spec.mkdir()

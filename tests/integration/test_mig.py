@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import forked_commands
 import pytest
 import yaml
 
@@ -29,6 +28,7 @@ from tests.fakes.scrapes import by_label
 from tests.fakes.tables import read_yaml
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, NODE, Node
+from tests.integration.test_process import call
 
 PER_GPU = 26  # 7 + 7 + 4 + 3 + 2 + 1 + 1 placements, and the whole GPU
 
@@ -120,15 +120,7 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
     made.start_mps_host()
     made.running(8 * PER_GPU, dynamic_mig=True, sharing=sharing)
     name = named(made, "2g.20gb", 2)
-    refs = [
-        made.allocated_by_hand(
-            f"share-{number}",
-            name,
-            shareID=f"11111111-1111-1111-1111-11111111111{number}",
-            consumedCapacity={"memory": f"{number}Gi"},
-        )
-        for number in (1, 2)
-    ]
+    refs = [made.share_by_hand(number, name) for number in (1, 2)]
     outcomes = [made.ready(ref) for ref in refs]
     [instance] = made.machine.gpu(0).instances
     for number, ref in enumerate(refs, 1):
@@ -253,11 +245,10 @@ def test_command_destroys_a_mig_device_where_no_daemon_runs(node: Node) -> None:
     node.machine.hold_gpu(gpu.uuid, 4711, "python3", gpu_instance=instance.id)
     node.must_unprepare(ref)
     node.driver.stop()
-    options = ["--kubelet-plugins-directory-path", "--cdi-root", "--simulate", "--simulator-dir"]
-    command = ["cleanup", *node.flags(options), "--now"]
-    busy = forked_commands.run(command, env=dict(os.environ))
+    command = ["cleanup", "--now", "--cdi-root", node.settings.cdi_root, *node.machine_flags]
+    busy = call(*command)
     assert (busy.returncode, "python3" in busy.stdout) == (1, True), f"{busy.stdout} {busy.stderr}"
     node.machine.release_gpu(gpu.uuid)
-    done = forked_commands.run(command, env=dict(os.environ))
+    done = call(*command)
     assert (done.returncode, done.stdout) == (0, "no pending cleanup found\n"), f"{done.stdout} {done.stderr}"
     assert (node.machine.gpu(4).instances, node.machine.gpu(4).mig_mode) == ([], 0)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
-import forked_commands
 import pytest
 
 from dra_driver.model import units
@@ -17,6 +16,7 @@ from dra_driver.model.problems import NodeProblem
 from tests.fakes.fixtures import logs
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, Node
+from tests.integration.test_process import call
 
 __all__ = ["logs"]
 
@@ -185,16 +185,18 @@ def with_a_machine_that_runs_on(make_node: Callable[..., Node]) -> tuple[Node, s
     return node, uuid
 
 
+def cleanup_now(node: Node) -> subprocess.CompletedProcess[str]:
+    return call("cleanup", "--now", "--cdi-root", node.settings.cdi_root, *node.machine_flags)
+
+
 def test_command_gives_a_card_back_where_no_daemon_runs(make_node: Callable[..., Node]) -> None:
     node, uuid = with_a_machine_that_runs_on(make_node)
     node.driver.stop()
-    options = ["--kubelet-plugins-directory-path", "--cdi-root", "--simulate", "--simulator-dir"]
-    command = ["cleanup", *node.flags(options), "--now"]
-    busy = forked_commands.run(command, env=dict(os.environ))
+    busy = cleanup_now(node)
     assert busy.returncode == 1
     assert "qemu-system-x86 (process 900)" in " ".join(busy.stdout.split())
     node.machine.release_gpu(uuid)
-    done = forked_commands.run(command, env=dict(os.environ))
+    done = cleanup_now(node)
     assert (done.returncode, done.stdout) == (0, "no pending cleanup found\n"), f"{done.stdout} {done.stderr}"
     assert driver_of(node, uuid) == "nvidia"
     assert node.machine.gpu(uuid).persistence == 1
@@ -207,8 +209,7 @@ def test_command_has_the_running_daemon_give_a_card_back(
     node, uuid = with_a_machine_that_runs_on(make_node)
     monkeypatch.setattr(node.driver.cleaner, "_is_due", lambda gpus, _busy: not node.driver.cleaner._pauses)
     node.machine.release_gpu(uuid)
-    options = ["--kubelet-plugins-directory-path", "--cdi-root", "--simulate", "--simulator-dir"]
-    done = forked_commands.run(["cleanup", *node.flags(options), "--now"], env=dict(os.environ))
+    done = cleanup_now(node)
     assert (done.returncode, done.stdout) == (0, "no pending cleanup found\n"), f"{done.stdout} {done.stderr}"
     assert driver_of(node, uuid) == "nvidia"
 

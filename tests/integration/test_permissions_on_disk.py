@@ -13,7 +13,7 @@ import pytest
 
 from dra_driver.model.claim import ClaimRef
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import DRIVER, Node
+from tests.integration.conftest import DRIVER, Node, sliced
 
 FOR_ALL = {"cdi", "dra-device-metadata"}
 """Runtimes and containers read what lies in there; it is written by root alone."""
@@ -40,12 +40,9 @@ def in_use(node: Node) -> list[ClaimRef]:
     names = [device["name"] for device in node.devices()]
     mig = next(name for name in names if "mig" in name)
     whole = [name for name in names if "mig" not in name and not mig.startswith(name)]
-    long = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}}
-    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": long}
-    config = [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": body}}]
     refs = [
         node.allocated_by_hand("plain", whole[0]),
-        node.allocated_by_hand("slice", whole[1], config=config),
+        node.allocated_by_hand("slice", whole[1], config=sliced("Long")),
         node.allocated_by_hand("mig", mig),
     ]
     for ref in refs:

@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from dra_driver.cli.main import main
 from dra_driver.model.claim import ClaimRef
 from dra_driver.power.rules.limits import PowerPolicy
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import DRIVER, Json, Node, poll_all
+from tests.integration.conftest import Node, opaque, poll_all
+from tests.integration.test_process import call
 
 DEFAULT = {"power": PowerPolicy(default_w=400)}
 
 
-def gpu_config(**fields: Any) -> list[Json]:
-    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", **fields}
-    return [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": body}}]
-
-
 def limited(node: Node, name: str, index: int = 0, **fields: Any) -> ClaimRef:
-    return node.allocated_by_hand(name, node.devices()[index]["name"], config=gpu_config(**fields))
+    return node.allocated_by_hand(name, node.devices()[index]["name"], config=opaque(**fields))
 
 
 def watts(node: Node, index: int = 0) -> float | None:
@@ -37,6 +30,7 @@ def test_limits_last_as_long_as_the_claim(node: Node) -> None:
     node.ready(first)
     node.ready(first)
     assert (watts(node), node.machine.gpu(0).locked_mhz) == (350, {"graphics": [210, 1200]})
+    assert "limits: 350 W, graphics clock 210 to 1200 MHz" in call("claims", *node.machine_flags).stdout
     node.must_unprepare(first)
     assert (watts(node), node.machine.gpu(0).locked_mhz) == (650.5, {})
     second = limited(node, "second", power={"limitWatts": 300})
@@ -50,10 +44,7 @@ def test_limits_last_as_long_as_the_claim(node: Node) -> None:
 def test_lost_limits_are_set_again_after_a_driver_reload(node: Node) -> None:
     ref = limited(node, "held", 2, power={"limitWatts": 500}, clocks={"memoryMHz": {"max": 1600}})
     node.ready(ref)
-    node.machine.unload_driver()
-    node.wait_devices(0)
-    node.machine.load_driver()
-    node.wait_devices(8)
+    node.reload_nvidia_driver()
     eventually(lambda: (watts(node, 2), node.machine.gpu(2).locked_mhz) == (500, {"memory": [1593, 1600]}))
     node.must_unprepare(ref)
     assert (watts(node, 2), node.machine.gpu(2).locked_mhz) == (700, {})
@@ -77,10 +68,7 @@ def test_every_gpu_without_a_claim_has_the_default_of_the_node(make_node: Callab
     eventually(lambda: [watts(node, index) for index in range(8)] == everywhere)
     ref = limited(node, "more", power={"limitWatts": 600})
     node.ready(ref)
-    node.machine.unload_driver()
-    node.wait_devices(0)
-    node.machine.load_driver()
-    node.wait_devices(8)
+    node.reload_nvidia_driver()
     eventually(lambda: [watts(node, index) for index in range(8)] == [600, *everywhere[1:]])
     node.must_unprepare(ref)
     assert watts(node) == 400
@@ -101,7 +89,7 @@ def test_default_of_the_node_survives_the_reset_that_a_mig_mode_may_need(
     eventually(lambda: (node.machine.gpu(0).mig_mode, watts(node)) == (0, 400))
 
 
-def test_change_by_another_program_is_shown_and_not_fought(node: Node, capsys: Any) -> None:
+def test_change_by_another_program_is_shown_and_not_fought(node: Node) -> None:
     ref = limited(node, "held", power={"limitWatts": 500})
     node.ready(ref)
     node.machine.set_gpu(0, power_limit_mw=250_000)
@@ -116,34 +104,5 @@ def test_change_by_another_program_is_shown_and_not_fought(node: Node, capsys: A
     assert f"the power limit of GPU {node.machine.gpu(0).uuid} from 500 W to 250 W" in texts[0]
     assert watts(node) == 250
     eventually(lambda: node.events("SettingChanged"))
-    node.machine.set_gpu(0, power_limit_mw=500_000)
+    node.machine.set_gpu(0, power_limit_mw=500_400)  # less than a watt apart
     eventually(lambda: not is_shown())
-
-
-def test_limits_are_shown_with_the_claim(node: Node, capsys: Any) -> None:
-    node.ready(limited(node, "held", power={"limitWatts": 500}, clocks={"graphicsMHz": {"max": 1200}}))
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "claims",
-                "--kubelet-plugins-directory-path",
-                str(node.plugin_dir.parent),
-                "--cdi-root",
-                str(node.cdi),
-            ]
-        )
-    assert "limits: 500 W, graphics clock 210 to 1200 MHz" in capsys.readouterr().out
-
-
-def test_poll_that_does_not_read_the_limit_changes_nothing(node: Node) -> None:
-    """Most polls leave it out, and a query may fail."""
-    node.ready(limited(node, "held", power={"limitWatts": 500}))
-    gpu, limits = node.machine.gpu(0).uuid, node.driver._gpu_steps.power_limits
-    limits.polled(gpu, 250_000)
-    limits.polled(gpu, None)
-    assert limits.problems() == []
-    limits.polled(gpu, 250_000)
-    limits.polled(gpu, None)
-    assert [one.code for one in limits.problems()] == ["setting-changed"]
-    limits.polled(gpu, 500_400)
-    assert limits.problems() == [], "less than a watt apart"

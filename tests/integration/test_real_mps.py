@@ -115,15 +115,7 @@ def test_shares_get_a_daemon_for_all_their_users_where_the_branch_can(
 ) -> None:
     node = real(sharing=share_all(SharingRule("memory", enforce="mps")))
     device = node.devices()[0]["name"]
-    refs = [
-        node.allocated_by_hand(
-            f"share-{number}",
-            device,
-            shareID=f"{number}1111111-1111-1111-1111-111111111111",
-            consumedCapacity={"memory": f"{number}Gi"},
-        )
-        for number in (1, 2)
-    ]
+    refs = [node.share_by_hand(number, device) for number in (1, 2)]
     for ref in refs:
         node.ready(ref)
     assert daemon(node, device) == ["-f", *(["-multiuser-server"] if nvidia.branch in KNOWS_USERS else [])]

@@ -71,27 +71,6 @@ def test_share_waits_for_one_of_another_way_of_sharing(make_node: Callable[..., 
     assert node.machine.timeslice(0) == 1
 
 
-# --- the reconciler against an API server ----------------------------------------------------------
-
-
-def test_claim_that_is_never_unprepared_is_undone_and_reported(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the whole driver, which stops at once although a call waits."""
-    monkeypatch.setattr(lifecycle, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.3, every_s=0.5))
-    node = make_node().running()
-    old, kept = node.claim("old"), node.claim("kept")
-    node.prepare(old, kept)
-    node.delete_claim(old.name)
-    eventually(lambda: node.records() == [f"{kept.uid}.json"])
-    assert len(node.specs()) == 1
-    [event] = eventually(lambda: node.events("ClaimRecovered"))
-    assert event["message"].startswith(
-        f"Released the devices of claim default/old (UID {old.uid}): the claim was "
-    )
-    node.driver.stop()
-
-
 # --- processes that outlive their claim ------------------------------------------------------------
 
 
@@ -126,5 +105,9 @@ def test_stale_claim_stays_while_a_process_computes_on_its_device(
     node.machine.release_gpu(gpu.uuid)
     eventually(lambda: node.records() == [])
     assert (node.specs(), len(node.events("ClaimStillInUse"))) == ([], 1)
+    [recovered] = eventually(lambda: node.events("ClaimRecovered"))
+    assert recovered["message"].startswith(
+        f"Released the devices of claim default/old (UID {old.uid}): the claim was "
+    )
     if kind == "mig on demand":
         eventually(lambda: not node.machine.gpu(gpu.uuid).instances)

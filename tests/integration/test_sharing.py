@@ -13,7 +13,6 @@ import pytest
 
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.sharing import SharingRule, share_all
-from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node, parameters, result, sliced
 
@@ -237,10 +236,7 @@ def test_time_slice_is_set_and_reset_and_set_again_after_a_driver_reload(shared:
     ref = node.allocated_by_hand("sliced", node.devices()[2]["name"], config=sliced("Long"))
     node.ready(ref)
     assert [node.machine.timeslice(index) for index in range(4)] == [0, 0, 3, 0]
-    node.machine.unload_driver()
-    node.wait_devices(0)
-    node.machine.load_driver()
-    node.wait_devices(8)
+    node.reload_nvidia_driver()
     eventually(lambda: node.machine.timeslice(2) == 3)
     node.driver.stop()
     node.machine.unload_driver()
@@ -249,12 +245,3 @@ def test_time_slice_is_set_and_reset_and_set_again_after_a_driver_reload(shared:
     eventually(lambda: node.machine.timeslice(2) == 3)
     node.must_unprepare(ref)
     eventually(lambda: _settled(node) == before)
-
-
-# --- claims end whatever became of their tools ----------------------------------------------------
-
-
-@tabled("mps", "word")
-def test_limits_that_fit_no_device_of_the_claim_are_refused(node: Node, mps: Json, word: str) -> None:
-    config = parameters(strategy="MPS", mpsConfig=mps)
-    node.refused(node.allocated_by_hand("mps", node.devices()[0]["name"], config=config), word)

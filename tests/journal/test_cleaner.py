@@ -218,25 +218,6 @@ def test_claim_ends_while_another_process_works_on_its_gpu(
     assert bench.cleaner.clean_all() == []
 
 
-def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.3)
-    monkeypatch.setattr("dra_driver.journal.cleaner._ALL_S", 0.3)
-    other = SetTimeSlice(UUID_1, 1)
-    bench.tools.hanging = [MPS]
-    bench.end(record(MPS, other))
-    [cleanup] = bench.cleaner.outstanding()
-    assert cleanup.steps == (MPS,)
-    assert "UTC and has not finished" in cleanup.text
-    assert bench.tools.undone == [CDI, other], "the other GPU feels nothing"
-    assert bench.cleaner.clean_all() == [cleanup]
-    assert bench.lanes.under_way().keys() == {UUID_0}, "nobody else touches the GPU meanwhile"
-    bench.tools.let_on.set()
-    eventually(lambda: not bench.cleaner.clean_all())
-    assert bench.files() == []
-
-
 def test_cleanup_whose_first_try_hangs_is_not_as_old_as_its_claim(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.executor import Executor, changes_more_than_the_spec
 from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes
@@ -20,7 +19,7 @@ from dra_driver.model.claim import ClaimRef
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import SetTimeSlice, Step, WriteCdiSpec
-from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE, claim, hold
+from tests.fakes.samples import GPU_0, GPU_1, claim, hold, plan
 from tests.fakes.waiting import PATIENCE_S
 
 
@@ -74,11 +73,8 @@ class Journal:
         return "do" in self.events
 
 
-def planned(*names: str) -> Plan:
-    return plan_claim(claim(*names), MIXED, NODE, DRIVER, ())
-
-
-SLICED = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
+PLAIN = plan(claim(GPU_0))
+SLICED = replace(PLAIN, steps=(SetTimeSlice("GPU-1", 2), *PLAIN.steps))
 
 
 def record(phase: str = "prepared", boot: str = "boot-1", at: str | None = "now") -> ClaimRecord:
@@ -116,7 +112,7 @@ def executor(journal: Journal) -> Executor:
 
 
 def test_intention_is_on_the_disk_before_the_first_step(executor: Executor, journal: Journal) -> None:
-    assert carried_out(executor, planned(GPU_0), None) == record()
+    assert carried_out(executor, PLAIN, None) == record()
     assert journal.events == ["save preparing lightly", "do", "save prepared lightly"]
     assert journal.kept == {"uid-1": record()}
 
@@ -124,19 +120,19 @@ def test_intention_is_on_the_disk_before_the_first_step(executor: Executor, jour
 def test_steps_run_again_without_a_write_when_the_claim_is_prepared(
     executor: Executor, journal: Journal
 ) -> None:
-    assert carried_out(executor, planned(GPU_0), record()) == record()
+    assert carried_out(executor, PLAIN, record()) == record()
     assert journal.events == ["do"]
 
 
 def test_half_done_claim_is_finished(executor: Executor, journal: Journal) -> None:
     half = record("preparing", at=None)
-    assert carried_out(executor, planned(GPU_0), half) == record()
+    assert carried_out(executor, PLAIN, half) == record()
     assert journal.events == ["do", "save prepared lightly"]
 
 
 def test_time_of_the_first_prepare_is_kept_after_a_reboot(executor: Executor, journal: Journal) -> None:
     old = record(boot="boot-0", at="then")
-    assert carried_out(executor, planned(GPU_0), old) == record(at="then")
+    assert carried_out(executor, PLAIN, old) == record(at="then")
     assert journal.events[:2] == ["save prepared lightly", "do"]
 
 
@@ -172,9 +168,9 @@ def test_calls_that_come_together(turn_s: float, at_once: int, monkeypatch: pyte
     monkeypatch.setattr("dra_driver.journal.executor._TURN_S", turn_s)
     crowd = Crowd()
     executor = executor_over(crowd)
-    plans = [plan_claim(claim(GPU_0, uid=f"uid-{n}"), MIXED, NODE, DRIVER, ()) for n in range(8)]
+    plans = [plan(claim(GPU_0, uid=f"uid-{n}")) for n in range(8)]
     with ThreadPoolExecutor(len(plans)) as pool:
-        done = [pool.submit(carried_out, executor, plan, None) for plan in plans]
+        done = [pool.submit(carried_out, executor, one, None) for one in plans]
         crowd.wait_for(at_once)
         crowd.open.set()
         assert [one.result().phase for one in done] == ["prepared"] * len(plans)
@@ -184,7 +180,7 @@ def test_calls_that_come_together(turn_s: float, at_once: int, monkeypatch: pyte
 def test_failed_step_of_a_new_claim_is_undone(executor: Executor, journal: Journal) -> None:
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        carried_out(executor, planned(GPU_0), None)
+        carried_out(executor, PLAIN, None)
     assert journal.events == ["save preparing lightly", "do", "undo", "delete", "undo rest"]
     assert journal.kept == {}
     assert not executor._turn.locked()
@@ -193,7 +189,7 @@ def test_failed_step_of_a_new_claim_is_undone(executor: Executor, journal: Journ
 def test_failed_step_of_a_prepared_claim_undoes_nothing(executor: Executor, journal: Journal) -> None:
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        carried_out(executor, planned(GPU_0), record())
+        carried_out(executor, PLAIN, record())
     assert journal.events == ["do"]
 
 
@@ -279,7 +275,7 @@ def test_claim_behind_a_step_that_hangs_is_refused_and_its_own_step_never_begins
 def test_nothing_is_done_when_the_intention_cannot_be_written(executor: Executor, journal: Journal) -> None:
     journal.failing["save preparing lightly"] = StateError("the disk is full")
     with pytest.raises(StateError, match="the disk is full"):
-        carried_out(executor, planned(GPU_0), None)
+        carried_out(executor, PLAIN, None)
     assert journal.events == ["save preparing lightly"]
 
 
@@ -308,15 +304,11 @@ def test_claim_is_in_place_when_it_was_prepared_in_this_boot(
 
 
 def test_claim_with_other_devices_is_preparing_again(executor: Executor, journal: Journal) -> None:
-    made = carried_out(executor, planned(GPU_1), record())
+    made = carried_out(executor, plan(claim(GPU_1)), record())
     assert journal.events == ["save preparing lightly", "do", "save prepared lightly"]
     assert made == replace(record(), claim=claim(GPU_1), devices=(hold(GPU_1),))
 
 
 def test_record_is_synced_only_when_a_step_changes_more_than_the_spec() -> None:
-    plan = planned(GPU_0)
-    assert not changes_more_than_the_spec(plan)
+    assert not changes_more_than_the_spec(PLAIN)
     assert changes_more_than_the_spec(SLICED)
-    journal = Journal()
-    carried_out(executor_over(journal), plan, None)
-    assert journal.events == ["save preparing lightly", "do", "save prepared lightly"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.claims.prepare import Identity
+from dra_driver.claims.rules.plan import Identity
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.errors import NvmlTransientError
 from dra_driver.journal.executor import StepDispatcher

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -179,6 +180,11 @@ class Host(MpsHost):
 
     def assert_nothing_left(self) -> None:
         assert (self.left(), self.daemons(), self.modes()) == ([], (), [0, 0, 0])
+
+    def assert_stops_without_a_trace(self, plugin: Any) -> None:
+        """The daemon of gpu-2, and it is the last one."""
+        plugin.stop("gpu-2", PATIENCE_S)
+        self.assert_nothing_left()
 
     def client(self, device: str = "gpu-2", **environment: str) -> list[str]:
         """What a CUDA program prints that works through the daemon."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,49 +97,41 @@ def start_and_stop(supervisor, spec, countdown):
     countdown.wait_for("remove_file", 1)
 
 
-def spec_of(host, several):
-    return host.group_spec() if several else host.spec()
+LAST = 10
+"""The number of steps of a start, and of a stop, of a daemon with three GPUs."""
 
 
-@pytest.mark.parametrize(
-    ("several", "last", "steps"),
-    [(False, 8, steps) for steps in range(1, 10)] + [(True, 10, steps) for steps in range(1, 12)],
-)
-def test_a_start_that_was_cut_off_is_completed(host, several, last, steps):
-    spec = replace(spec_of(host, several), default_active_thread_percentage=50)
+@pytest.mark.parametrize("steps", range(1, LAST + 2))
+def test_a_start_that_was_cut_off_is_completed(host, steps):
+    spec = host.group_spec(default_active_thread_percentage=50)
     was_killed = killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
-    assert was_killed == (steps <= last), "the steps of a start changed; so must the range above"
+    assert was_killed == (steps <= LAST), "the steps of a start changed; so must the range above"
     new = host.supervisor()
     status = new.ensure(spec, PATIENCE_S)
     assert status.state == "ready"
     assert [process.pid for process in host.daemons()] == [status.pid]
-    assert host.modes() == ([EXCLUSIVE_PROCESS] * 3 if several else [EXCLUSIVE_PROCESS, 0, 0])
+    assert host.modes() == [EXCLUSIVE_PROCESS] * 3
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
     # The supervisor may be writing a status right now.
     eventually(lambda: host.left() == ["gpu-2", "gpu-2.json", "gpu-2.json"])
-    new.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(new)
 
 
-@pytest.mark.parametrize(
-    ("several", "last", "steps"),
-    [(False, 8, steps) for steps in range(1, 10)] + [(True, 10, steps) for steps in range(1, 12)],
-)
-def test_a_stop_that_was_cut_off_is_completed(host, several, last, steps):
-    spec = spec_of(host, several)
+@pytest.mark.parametrize("steps", range(1, LAST + 2))
+def test_a_stop_that_was_cut_off_is_completed(host, steps):
+    spec = host.group_spec()
     was_killed = killed_after(steps, host, lambda one, countdown: start_and_stop(one, spec, countdown))
-    assert was_killed == (steps <= last), "the steps of a stop changed; so must the range above"
+    assert was_killed == (steps <= LAST), "the steps of a stop changed; so must the range above"
     host.supervisor()
     eventually(lambda: host.left() == [])
     host.assert_nothing_left()
 
 
-@pytest.mark.parametrize(("several", "steps"), [(False, 2), (False, 5), (False, 7), (True, 6), (True, 8)])
-def test_a_start_that_was_cut_off_can_be_stopped(host, several, steps):
-    spec = spec_of(host, several)
+@pytest.mark.parametrize("steps", [2, 6, 8])
+def test_a_start_that_was_cut_off_can_be_stopped(host, steps):
+    spec = host.group_spec()
     assert killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
-    host.supervisor(tick=60).stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(host.supervisor(tick=60))
 
 
 class Killed(BaseException):
@@ -169,8 +160,7 @@ def test_start_of_a_plugin_that_died_is_completed_or_undone(host, monkeypatch, t
     if then == "start":
         assert successor.ensure(spec, PATIENCE_S).state == "ready"
         assert len(supervisor.status()) == 1
-    successor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(successor)
 
 
 @pytest.mark.parametrize("then", ["start", "stop", "nothing"])

@@ -5,16 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from dra_driver.errors import PermanentError, RetryableError
-from dra_driver.model.mps import MpsMember
 from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS
-from dra_driver.mps_host.daemon_control import DaemonControl, check_spec
-from dra_driver.mps_host.host_files import MpsHostFiles, NoMpsHostError
+from dra_driver.mps_host.daemon_control import DaemonControl
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.mps_host.conftest import GROUP, RETRIED_LATER, Host
 
@@ -68,16 +64,15 @@ def test_each_gpu_gets_its_own_earlier_mode_back(host: Host) -> None:
     assert (host.left(), host.modes()) == ([], [0, PROHIBITED, EXCLUSIVE_PROCESS])
 
 
-@pytest.mark.parametrize("index", GROUP)
-def test_silent_gpu_keeps_no_other_from_being_restored(host: Host, index: int) -> None:
+def test_silent_gpu_keeps_no_other_from_being_restored(host: Host) -> None:
     mode = Modes(host)
     supervisor = host.supervisor(compute_mode=mode)
     supervisor.ensure(host.group_spec(), PATIENCE_S)
-    silent = host.machine.gpu(index).uuid
+    silent = host.machine.gpu(GROUP[1]).uuid
     mode.silent.add(silent)
     with pytest.raises(RetryableError, match=f"nvidia-smi does not answer for {silent}"):
         supervisor.stop("gpu-2", PATIENCE_S)
-    assert host.modes() == [EXCLUSIVE_PROCESS if one == index else 0 for one in GROUP]
+    assert host.modes() == [0, EXCLUSIVE_PROCESS, 0]
     [status] = supervisor.status()
     assert (status.state, status.problem) == ("failed", f"nvidia-smi does not answer for {silent}")
     mode.silent.clear()
@@ -111,17 +106,15 @@ def test_daemon_does_not_start_on_a_gpu_whose_compute_mode_nvidia_smi_did_not_ch
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
 
 
-@pytest.mark.parametrize("index", GROUP)
-def test_silent_gpu_keeps_no_other_from_being_exclusive_again(host: Host, index: int) -> None:
+def test_silent_gpu_keeps_no_other_from_being_exclusive_again(host: Host) -> None:
     mode = Modes(host)
     supervisor = host.supervisor(compute_mode=mode)
     supervisor.ensure(host.group_spec(), PATIENCE_S)
-    silent = host.machine.gpu(index).uuid
-    mode.silent.add(silent)
+    mode.silent.add(host.machine.gpu(GROUP[1]).uuid)
     for one in GROUP:
         host.machine.set_compute_mode(host.machine.gpu(one).uuid, 0)
     assert supervisor.ensure(host.group_spec(), PATIENCE_S).state == "ready"
-    eventually(lambda: host.modes() == [0 if one == index else EXCLUSIVE_PROCESS for one in GROUP])
+    eventually(lambda: host.modes() == [EXCLUSIVE_PROCESS, 0, EXCLUSIVE_PROCESS])
     assert supervisor.status()[0].state == "ready"
 
 
@@ -131,20 +124,17 @@ def test_all_gpus_are_read_and_set_at_the_same_time(host: Host) -> None:
     supervisor = host.supervisor(compute_mode=mode, probe=60)
     supervisor.ensure(host.group_spec(), PATIENCE_S)
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
-@pytest.mark.parametrize("started", [0, 1])
 def test_all_gpus_are_taken_and_given_back_when_not_all_threads_start(
-    host: Host, threads_that_start: Callable[[str, int], None], started: int
+    host: Host, threads_that_start: Callable[[str, int], None]
 ) -> None:
     supervisor = host.supervisor(probe=60)
-    threads_that_start("side-by-side", started)
+    threads_that_start("side-by-side", 1)
     assert supervisor.ensure(host.group_spec(), PATIENCE_S).state == "ready"
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(
@@ -183,45 +173,4 @@ def test_two_daemons_never_have_the_same_gpu(host: Host) -> None:
         supervisor.ensure(host.group_spec(), PATIENCE_S)
     supervisor.stop("gpu-3", PATIENCE_S)
     assert supervisor.ensure(host.group_spec(), PATIENCE_S).state == "ready", "it is tried again at once"
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
-
-
-@pytest.mark.parametrize("lost", [Path.unlink, lambda path: path.write_text("{")])
-def test_every_gpu_is_put_back_when_the_record_was_lost(host: Host, lost: Callable[[Path], object]) -> None:
-    """Its status says all its GPUs."""
-    first = host.supervisor()
-    first.ensure(host.group_spec(), PATIENCE_S)
-    first.close()
-    lost(host.layout.record("gpu-2"))
-    second = host.supervisor()
-    second.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
-
-
-def test_every_gpu_is_put_back_when_an_ensure_found_no_record(host: Host) -> None:
-    first = host.supervisor()
-    spec = first.ensure(host.group_spec(), PATIENCE_S).spec
-    first.close()
-    host.layout.record("gpu-2").unlink()
-    second = host.supervisor()
-    second.ensure(spec, PATIENCE_S)
-    second.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
-
-
-def test_the_next_host_stops_it_when_none_runs(host: Host) -> None:
-    first = host.supervisor()
-    first.ensure(host.group_spec(), PATIENCE_S)
-    first.close()
-    with pytest.raises(NoMpsHostError):
-        MpsHostFiles(host.layout, wait_s=0.0).stop("gpu-2", 1)
-    host.supervisor()
-    eventually(lambda: host.left() == [])
-    host.assert_nothing_left()
-
-
-def test_impossible_group_is_refused(host: Host) -> None:
-    spec = host.group_spec()
-    with pytest.raises(PermanentError, match="'x' is not the UUID of a GPU"):
-        check_spec(replace(spec, others=(MpsMember("gpu-9", "x"),)))
+    host.assert_stops_without_a_trace(supervisor)

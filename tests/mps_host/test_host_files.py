@@ -8,9 +8,11 @@ import json
 import os
 import stat
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +24,7 @@ from dra_driver.base.installation import helm_set
 from dra_driver.base.json_store import UnreadableFile
 from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.host.rooted_tree import text_of
-from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsMember
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject
 from dra_driver.mps_host import daemon as daemon_module
@@ -41,6 +43,7 @@ from dra_driver.mps_host.host_files import (
     status_files,
     wanted_files,
 )
+from tests.fakes.clock import Clock
 from tests.fakes.mps_behaviour import NEVER_READY, fails_to_start
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.mps_host.conftest import RETRIED_LATER, Host
@@ -78,8 +81,10 @@ class FakeHost:
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    return FakeHost(tmp_path)
+def fake(tmp_path: Path) -> Iterator[FakeHost]:
+    made = FakeHost(tmp_path)
+    yield made
+    made.close()
 
 
 # --- files there and back ------------------------------------------------------------------------
@@ -116,6 +121,19 @@ def test_anything_else_says_nothing_and_stays(
     files = wanted_files(layout, reported.append)
     assert (files.all(), files.quarantined()) == ({}, [layout.wanted("gpu-1")])
     assert (len(reported), layout.wanted("gpu-1").read_bytes()) == (1, content)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"uuid": "0"}, "'0' is not the UUID of a GPU"),
+        ({"device": "../x"}, "is not a device name"),
+        ({"others": (MpsMember("gpu-9", "x"),)}, "'x' is not the UUID of a GPU"),
+    ],
+)
+def test_spec_that_cannot_be_is_refused(fake: FakeHost, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(PermanentError, match=text):
+        fake.files.ensure(replace(SPEC, **changes))
 
 
 def test_differences_name_both_sides() -> None:
@@ -163,7 +181,6 @@ def test_without_a_host_that_reads_it_nothing_is_written(
     with pytest.raises(NoMpsHostError, match=text):
         fake.files.stop("gpu-1")
     assert list(fake.layout.wanted_directory.iterdir()) == [], "the next host stops it"
-    fake.close()
 
 
 @pytest.mark.parametrize("sees", [True, False])
@@ -174,20 +191,6 @@ def test_plugin_that_does_not_see_the_hosts_processes_believes_its_status(fake: 
     fake.answer(SPEC, pid=2**22 + 1)
     fake.layout.wanted("gpu-1").write_bytes(WANTED_FILE.write(SPEC))
     assert files.runs(SPEC) == (not sees)
-    fake.close()
-
-
-class SteppedClock:
-    """Seconds that only a test lets pass."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def passed(self, seconds: float) -> None:
-        self.now += seconds
 
 
 SEE_PODS = "see its pod: `kubectl get pods -A -o wide -l app.kubernetes.io/component=mps`"
@@ -199,61 +202,60 @@ ABSENT = NodeProblem(
 
 
 @pytest.fixture
-def clock() -> SteppedClock:
-    return SteppedClock()
+def clock() -> Clock:
+    return Clock(1000.0)
 
 
-def files_of(fake: FakeHost, clock: SteppedClock, *, is_expected: bool) -> MpsHostFiles:
+def files_of(fake: FakeHost, clock: Clock, *, is_expected: bool) -> MpsHostFiles:
     return MpsHostFiles(fake.layout, wait_s=0.0, is_expected=is_expected, clock=clock)
 
 
-def test_absent_host_is_not_a_problem_where_no_one_needs_it(fake: FakeHost, clock: SteppedClock) -> None:
+def test_absent_host_is_not_a_problem_where_no_one_needs_it(fake: FakeHost, clock: Clock) -> None:
     files = files_of(fake, clock, is_expected=False)
-    clock.passed(3600)
+    clock.pause(3600)
     assert files.problems() == []
 
 
 def test_absent_host_is_a_problem_after_30_s_where_the_configuration_expects_it(
-    fake: FakeHost, clock: SteppedClock
+    fake: FakeHost, clock: Clock
 ) -> None:
     files = files_of(fake, clock, is_expected=True)
-    clock.passed(29)
+    clock.pause(29)
     assert files.problems() == []
-    clock.passed(1)
+    clock.pause(1)
     assert files.problems() == [ABSENT]
     fake.open()
     assert files.problems() != [], "it holds its lock, and has not reported yet"
     fake.layout.alive.touch()
     assert files.problems() == []
-    fake.close()
 
 
-def test_absent_host_is_a_problem_while_the_kubelet_requests_mps(fake: FakeHost, clock: SteppedClock) -> None:
+def test_absent_host_is_a_problem_while_the_kubelet_requests_mps(fake: FakeHost, clock: Clock) -> None:
     files = files_of(fake, clock, is_expected=False)
     for _ in range(3):
-        clock.passed(120)
+        clock.pause(120)
         with pytest.raises(NoMpsHostError):
             files.ensure(SPEC)
         assert files.problems() == [ABSENT]
-    clock.passed(600)
+    clock.pause(600)
     assert files.problems() == [], "the pod is gone"
 
 
 @pytest.mark.parametrize("place", ["wanted", "status"])
 def test_absent_host_is_a_problem_while_a_claim_has_or_had_a_daemon(
-    fake: FakeHost, clock: SteppedClock, place: str
+    fake: FakeHost, clock: Clock, place: str
 ) -> None:
     files, path = files_of(fake, clock, is_expected=False), getattr(fake.layout, place)("gpu-1")
     path.touch()
     path.with_name("README").touch()
-    clock.passed(30)
+    clock.pause(30)
     assert files.problems() == [ABSENT]
     path.unlink()
     assert files.problems() == []
 
 
 def test_host_that_goes_away_is_a_problem_within_30_s_for_a_claim_that_has_a_daemon_or_requests_one(
-    fake: FakeHost, clock: SteppedClock
+    fake: FakeHost, clock: Clock
 ) -> None:
     files = files_of(fake, clock, is_expected=False)
     fake.open()
@@ -262,25 +264,25 @@ def test_host_that_goes_away_is_a_problem_within_30_s_for_a_claim_that_has_a_dae
     fake.close()
     with pytest.raises(NoMpsHostError):
         files.ensure(SPEC)
-    clock.passed(29)
+    clock.pause(29)
     assert files.problems() == []
-    clock.passed(1)
+    clock.pause(1)
     assert files.problems() == [ABSENT]
     fake.layout.wanted("gpu-1").touch()
-    clock.passed(3600)
+    clock.pause(3600)
     assert files.problems() == [ABSENT], "the daemon of a claim is there as long as the claim"
 
 
 def test_host_that_reports_nothing_for_30_s_is_a_problem_until_its_next_sign(
-    fake: FakeHost, clock: SteppedClock
+    fake: FakeHost, clock: Clock
 ) -> None:
     files = files_of(fake, clock, is_expected=True)
     fake.open()
     for number in range(5):
         os.utime(fake.layout.alive, (number, number)) if number else fake.layout.alive.touch()
-        clock.passed(10)
+        clock.pause(10)
         assert files.problems() == []
-    clock.passed(30)
+    clock.pause(30)
     [problem] = files.problems()
     assert problem == NodeProblem(
         "mps-host-missing",
@@ -289,24 +291,20 @@ def test_host_that_reports_nothing_for_30_s_is_a_problem_until_its_next_sign(
     )
     os.utime(fake.layout.alive, (99, 99))
     assert files.problems() == []
-    fake.close()
 
 
-def test_host_of_another_release_is_a_problem(fake: FakeHost, clock: SteppedClock) -> None:
+def test_host_of_another_release_is_a_problem(fake: FakeHost, clock: Clock) -> None:
     files = files_of(fake, clock, is_expected=True)
     fake.open(b'{"version": 0}')
     fake.layout.alive.touch()
-    clock.passed(30)
+    clock.pause(30)
     [problem] = files.problems()
     assert problem.text.startswith(
         "The MPS host on this node is from a different release than gpu-dra-driver; delete"
     )
-    fake.close()
 
 
-def test_daemon_that_failed_is_a_problem_of_its_device_until_it_works(
-    fake: FakeHost, clock: SteppedClock
-) -> None:
+def test_daemon_that_failed_is_a_problem_of_its_device_until_it_works(fake: FakeHost, clock: Clock) -> None:
     files = files_of(fake, clock, is_expected=True)
     fake.open()
     failed = MpsDaemonStatus(
@@ -324,17 +322,15 @@ def test_daemon_that_failed_is_a_problem_of_its_device_until_it_works(
         ]
     fake.answer(SPEC)
     assert files.problems() == []
-    fake.close()
 
 
-def test_problem_that_names_the_daemon_itself_names_it_once(fake: FakeHost, clock: SteppedClock) -> None:
+def test_problem_that_names_the_daemon_itself_names_it_once(fake: FakeHost, clock: Clock) -> None:
     files = files_of(fake, clock, is_expected=True)
     fake.open()
     problem = "the MPS daemon of gpu-1 (GPU-4cf8db2d) was not ready after 9.0 s"
     fake.report(MpsDaemonStatus("gpu-1", "failed", SPEC, problem=problem))
     text = "The MPS daemon of gpu-1 (GPU-4cf8db2d) was not ready after 9.0 s"
     assert files.problems() == [NodeProblem("mps-daemon-failed", text, "gpu-1")]
-    fake.close()
 
 
 def test_a_host_that_comes_late_is_waited_for(host: Host) -> None:
@@ -363,7 +359,6 @@ def test_daemons_are_known_while_a_host_runs(fake: FakeHost) -> None:
     assert fake.files.unseen() == ["gpu-1"]
     fake.layout.wanted("gpu-1").unlink()
     assert fake.files.unseen() == ["gpu-1"], "it shall stop"
-    fake.close()
 
 
 def test_a_host_that_does_nothing_is_named(fake: FakeHost) -> None:
@@ -400,7 +395,6 @@ def test_only_for_a_daemon_that_runs_as_wanted_nothing_waits(host: Host, fake: F
     else:
         with pytest.raises(RetryableError, match="the MPS host did not start the MPS daemon of gpu-2"):
             fake.files.ensure(spec, 0.0)
-    fake.close()
 
 
 def test_daemon_that_is_not_wanted_any_more_does_not_count_as_running(host: Host) -> None:
@@ -419,11 +413,10 @@ def test_daemon_that_is_not_wanted_any_more_does_not_count_as_running(host: Host
 def test_a_start_is_cancelled_when_the_daemon_should_stop(host: Host) -> None:
     host.behave(**NEVER_READY)
     supervisor = host.supervisor(start=60)
-    with pytest.raises(RetryableError, match="did not start the MPS daemon of gpu-2 within"):
+    with pytest.raises(RetryableError, match="did not start the MPS daemon of gpu-2 within 1 s"):
         supervisor.ensure(host.spec(), 1)
     eventually(host.daemons)
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_start_that_fails_while_the_daemon_is_stopped_is_not_the_failure_of_the_stop(
@@ -443,8 +436,7 @@ def test_start_that_fails_while_the_daemon_is_stopped_is_not_the_failure_of_the_
     with pytest.raises(RetryableError, match="no start: a"):
         supervisor.ensure(host.spec(), PATIENCE_S)
     assert starting.wait(PATIENCE_S)
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_a_daemon_that_is_wanted_again_while_it_stops_is_recreated(host: Host) -> None:
@@ -456,8 +448,7 @@ def test_a_daemon_that_is_wanted_again_while_it_stops_is_recreated(host: Host) -
     second = supervisor.ensure(host.spec(), PATIENCE_S)
     assert [daemon.pid for daemon in host.daemons()] == [second.pid]
     assert second.pid != first.pid
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_daemon_that_is_wanted_again_before_the_host_stops_it_runs_on(
@@ -479,8 +470,7 @@ def test_daemon_that_is_wanted_again_before_the_host_stops_it_runs_on(
     host.layout.wanted("gpu-2").unlink()
     eventually(lambda: published == ["stopped", "ready"])
     assert supervisor.ensure(spec, PATIENCE_S).pid == first.pid
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_daemon_is_not_stopped_while_its_status_says_that_it_serves(
@@ -561,8 +551,7 @@ def test_failed_start_is_retried_while_the_daemon_should_run(host: Host) -> None
         supervisor.ensure(host.spec(), PATIENCE_S)
     host.behave()
     eventually(lambda: MpsHostFiles(host.layout).runs(host.spec()))
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_a_stop_needs_no_space_on_the_disk(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,8 +581,7 @@ def test_unreadable_wanted_file_stops_no_daemon_and_is_kept(host: Host, content:
     eventually(lambda: supervisor.status()[0].state == "ready")
     assert (supervisor.status()[0].pid, wanted.read_text()) == (first.pid, content)
     assert supervisor.ensure(host.spec(), PATIENCE_S).pid == first.pid, "it is written anew"
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_directory_that_is_gone_or_no_directory_ends_no_daemon(host: Host, logs) -> None:
@@ -611,8 +599,7 @@ def test_directory_that_is_gone_or_no_directory_ends_no_daemon(host: Host, logs)
     host.layout.wanted_directory.unlink()
     kept.rename(host.layout.wanted_directory)
     assert supervisor.ensure(host.spec(), PATIENCE_S).pid == first.pid
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_foreign_files_are_left_alone(host: Host) -> None:
@@ -730,9 +717,8 @@ def test_daemon_with_the_record_of_a_newer_release_is_neither_started_nor_stoppe
     with pytest.raises(
         RetryableError, match=r"install gpu-dra-driver 9\.0\.0 or newer, or remove .*gpu-2\.json"
     ):
-        supervisor.stop("gpu-2", 10)
+        supervisor.stop("gpu-2", 3)
     assert (record.read_text(), [one.pid for one in host.daemons()]) == (newer, [status.pid])
     supervisor.close()
     record.write_text(json.dumps(json.loads(newer) | {"version": 1}))  # the newer release is back
-    host.supervisor().stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(host.supervisor())

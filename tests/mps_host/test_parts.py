@@ -190,6 +190,11 @@ def test_child_that_ends_leaves_its_status_to_the_first_who_takes_it(script, tex
     assert [status_text(processes.reap(pid)) for _ in range(2)] == [text, "an unknown exit status"]
 
 
+@pytest.mark.parametrize(("error", "text"), TABLES["CUDA errors"])
+def test_exit_code_of_a_daemon_that_cuda_keeps_from_starting_names_the_error(error, text):
+    assert status_text(error % 256) == text
+
+
 def test_child_that_runs_has_no_status():
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         assert processes.reap(child.pid) is None

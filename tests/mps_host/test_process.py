@@ -72,17 +72,6 @@ def test_a_host_obeys_the_detachment_of_its_plugin_directory(host, command, layo
         process.stop()
 
 
-def test_a_killed_host_is_replaced(host, command, layout, tmp_path):
-    log = tmp_path / "log"
-    first = MpsHostProcess(command, layout, log)
-    status = MpsHostFiles(layout).ensure(host.spec())
-    first.process.kill()
-    first.process.wait()
-    second = MpsHostProcess(command, layout, log)
-    assert MpsHostFiles(layout).ensure(host.spec()).pid == status.pid
-    second.stop()
-
-
 def test_help_says_what_happens_to_daemons(command):
     shown = subprocess.run([*command[:4], "--help"], capture_output=True, text=True, check=True).stdout
     assert "continues when" in shown

@@ -30,7 +30,6 @@ from dra_driver.mps_host.daemon_mounts import KernelMounter, is_tmpfs
 from dra_driver.mps_host.host_files import WANTED_FILE, MpsHostFiles
 from tests.fakes.mps_behaviour import FAULT, IGNORES_LIMITS, NEVER_READY, SLOW_CUDA, fails_to_start
 from tests.fakes.preparing import in_threads
-from tests.fakes.tables import tabled
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.mps_host.conftest import NO_LABELS, RETRIED_LATER, Host
 
@@ -103,15 +102,6 @@ def refuse_mount(mounter, path):
     raise RetryableError(f"cannot mount a tmpfs on {path}")
 
 
-def test_another_spec_is_refused_while_the_daemon_runs(host):
-    supervisor = host.supervisor(probe=60)
-    first = supervisor.ensure(host.spec(default_active_thread_percentage=50), PATIENCE_S)
-    with pytest.raises(PermanentError, match="default_active_thread_percentage: 50, not 60") as refused:
-        supervisor.ensure(host.spec(default_active_thread_percentage=60), PATIENCE_S)
-    assert "multi_user" not in str(refused.value)
-    assert supervisor.status() == (first,)
-
-
 def test_a_device_of_the_same_name_and_another_uuid_replaces_an_unused_one(host):
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), PATIENCE_S)
@@ -148,14 +138,6 @@ def test_a_compute_mode_that_someone_changed_in_between_stays(host):
     supervisor.stop("gpu-2", PATIENCE_S)
     assert host.compute_mode() == 2
     host.machine.set_compute_mode(host.machine.gpu(2).uuid, 0)
-
-
-@tabled("changes", "text")
-def test_a_spec_that_cannot_be_is_refused(host, changes, text):
-    supervisor = host.supervisor()
-    with pytest.raises(PermanentError, match=text):
-        supervisor.ensure(replace(host.spec(), **changes), PATIENCE_S)
-    assert host.left() == []
 
 
 def test_pipe_directory_that_is_too_long_for_a_socket_is_refused_before_anything_starts(machine, top):
@@ -197,9 +179,9 @@ THREADS, MEMORY = {"default_active_thread_percentage": 50}, {"default_memory_lim
 @pytest.mark.parametrize(
     ("rules", "timings", "settings", "error", "text"),
     [
-        (NEVER_READY, {"start": 6.0}, {}, RetryableError, r"was not ready after \d\.\d s .*Starting control"),
+        (NEVER_READY, {"start": 3.0}, {}, RetryableError, r"was not ready after \d\.\d s .*Starting control"),
         (
-            SLOW_CUDA, {"start": 6.0}, {}, RetryableError,
+            SLOW_CUDA, {"start": 1.0}, {}, RetryableError,
             r"was not ready after \d\.\d s \(it has not created its socket; from R580 on it initialises CUDA "
             r".*persistence",
         ),
@@ -221,8 +203,7 @@ def test_a_daemon_that_does_not_become_as_it_should_is_undone(host, rules, timin
     supervisor = host.supervisor(**timings)
     with pytest.raises(error, match=text):
         supervisor.ensure(host.spec(**settings), PATIENCE_S)
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
     assert supervisor.status() == ()
     supervisor.close()
     host.behave()
@@ -239,19 +220,6 @@ def test_daemon_that_ends_while_it_starts_is_refused_with_status_and_output(host
         f"the MPS daemon of gpu-2 ({host.spec().uuid}) stopped during its start with exit code 1; host.out: […] "
         "Starting control daemon | […] CUDA driver version is insufficient"
     )
-
-
-@tabled("error", "reported")
-def test_daemon_that_cuda_keeps_from_starting_is_refused_with_the_error(host, error, reported):
-    """Its program prints nothing, also with an option that older branches do not know."""
-    host.behave(exit=error % 256)
-    supervisor = host.supervisor(**RETRIED_LATER)
-    for multi_user in (False, IS_ROOT):
-        with pytest.raises(RetryableError) as refused:
-            supervisor.ensure(host.spec(multi_user=multi_user), PATIENCE_S)
-        begin = f"the MPS daemon of gpu-2 ({host.spec().uuid}) stopped during its start with "
-        assert str(refused.value).removeprefix(begin) == reported
-    host.assert_nothing_left()
 
 
 @needs_root
@@ -281,8 +249,7 @@ def test_a_daemon_of_an_older_driver_is_ready_without_a_pid_file(host, branch):
     supervisor = host.supervisor()
     assert supervisor.ensure(host.spec(default_active_thread_percentage=25), PATIENCE_S).state == "ready"
     assert not list(Path(host.pipe()).glob("*.pid"))
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_a_memory_limit_is_refused_when_the_driver_is_too_old_for_it(host):
@@ -291,15 +258,6 @@ def test_a_memory_limit_is_refused_when_the_driver_is_too_old_for_it(host):
     with pytest.raises(RetryableError, match='returns Unknown command "set_default_device_pinned_mem_limit"'):
         supervisor.ensure(host.spec(default_memory_limit_mib=64), PATIENCE_S)
     host.assert_nothing_left()
-
-
-def test_the_callers_time_is_kept(host):
-    host.behave(**NEVER_READY)
-    supervisor = host.supervisor()
-    began = time.monotonic()
-    with pytest.raises(RetryableError, match=r"did not start the MPS daemon of gpu-2 within 0\.3 s"):
-        supervisor.ensure(host.spec(), 0.3)
-    assert time.monotonic() - began < PATIENCE_S
 
 
 def test_a_tmpfs_that_cannot_be_mounted_is_a_clear_error(host):
@@ -410,8 +368,7 @@ def test_a_daemon_that_hangs_is_stopped_all_the_same(host):
     supervisor = host.supervisor(patience=0.2, probe=60)
     first = supervisor.ensure(host.spec(), PATIENCE_S)
     os.kill(first.pid, signal.SIGSTOP)
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_a_lost_gpu_does_not_hold_up_the_stop(host):
@@ -431,21 +388,20 @@ def test_a_lost_gpu_does_not_hold_up_the_stop(host):
 
 def test_a_daemon_whose_record_was_lost_is_found_by_its_pipe_directory(host, logs):
     old = host.supervisor()
-    first = old.ensure(host.spec(), PATIENCE_S)
+    first = old.ensure(host.group_spec(), PATIENCE_S)
     old.close()
     host.layout.record("gpu-2").write_text("{")
     new = host.supervisor()
     assert "mps_record_unreadable" in [line["event"] for line in logs]
     assert new.ensure(first.spec, PATIENCE_S).pid == first.pid
-    new.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(new)
 
 
 @pytest.mark.parametrize("kept", ["both", "wanted", "status"])
 @pytest.mark.parametrize("lost", [lambda path: path.unlink(), lambda path: path.write_text("{")])
-def test_a_stop_without_a_record_puts_the_gpu_back_too(host, lost, kept):
+def test_a_stop_without_a_record_puts_every_gpu_back_too(host, lost, kept):
     old = host.supervisor()
-    old.ensure(host.spec(), PATIENCE_S)
+    old.ensure(host.group_spec(), PATIENCE_S)
     old.close()
     lost(host.layout.record("gpu-2"))
     if kept == "wanted":
@@ -453,8 +409,7 @@ def test_a_stop_without_a_record_puts_the_gpu_back_too(host, lost, kept):
     if kept == "status":
         host.layout.wanted("gpu-2").unlink()
     new = host.supervisor()
-    new.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(new)
 
 
 def test_a_stop_of_what_left_no_trace_changes_no_compute_mode(host):
@@ -480,8 +435,7 @@ def test_a_reset_gpu_is_made_exclusive_again(host, logs, by):
     eventually(lambda: host.compute_mode() == EXCLUSIVE_PROCESS)
     eventually(lambda: supervisor.status()[0].state == "ready")
     assert supervisor.status()[0].pid == first.pid
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, logs):
@@ -504,8 +458,7 @@ def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, logs):
     assert supervisor.ensure(host.spec(), PATIENCE_S).pid == first.pid
     assert (supervisor.status()[0].state, supervisor.status()[0].pid) == ("ready", first.pid)
     mode.failing = False
-    supervisor.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(supervisor)
 
 
 def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, logs):
@@ -620,8 +573,7 @@ def test_after_a_reboot_everything_is_made_again(host):
     eventually(lambda: new.status()[0].state == "ready")
     assert host.compute_mode() == EXCLUSIVE_PROCESS
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm)) is IS_ROOT
-    new.stop("gpu-2", PATIENCE_S)
-    host.assert_nothing_left()
+    host.assert_stops_without_a_trace(new)
 
 
 def test_only_one_host_a_directory(host):
@@ -690,7 +642,7 @@ def test_many_cycles_leave_nothing(host, monkeypatch):
     supervisor.stop("gpu-2", PATIENCE_S)
     threads = set(threading.enumerate())
     before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(60):
+    for _ in range(20):
         supervisor.ensure(host.spec(), PATIENCE_S)
         supervisor.stop("gpu-2", PATIENCE_S)
     eventually(lambda: set(threading.enumerate()) <= threads)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dra_driver.claims.rules.holders import DeviceHeldError
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import DraDriverError
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.inventory import Inventory
@@ -25,6 +24,7 @@ from tests.fakes.samples import (
     h100,
     inventory,
     partitioned,
+    plan,
     ref,
     result,
     uuid,
@@ -46,9 +46,9 @@ def limited(*results: str | DeviceResult, **fields: Any) -> AllocatedClaim:
 def limits(
     wanted: AllocatedClaim, policy: PowerPolicy = NO_POWER_POLICY, node: Inventory = TWO, **more: Any
 ) -> list[Limit]:
-    plan = plan_claim(wanted, node, NODE, DRIVER, more.pop("others", ()), power=policy, **more)
-    assert isinstance(plan.steps[-1], WriteCdiSpec)
-    return [step for step in plan.steps if isinstance(step, Limit)]
+    made = plan(wanted, *more.pop("others", ()), found=node, power=policy, **more)
+    assert isinstance(made.steps[-1], WriteCdiSpec)
+    return [step for step in made.steps if isinstance(step, Limit)]
 
 
 def refusal(wanted: AllocatedClaim, *policy: PowerPolicy, **more: Any) -> str:
@@ -155,8 +155,8 @@ def shared(number: int, watts: int | None) -> AllocatedClaim:
 
 
 def prepared(wanted: AllocatedClaim) -> ClaimRecord:
-    plan = plan_claim(wanted, TWO, NODE, DRIVER, ())
-    return ClaimRecord(wanted, "prepared", "boot-1", plan.held_devices(), plan.steps)
+    made = plan(wanted, found=TWO)
+    return ClaimRecord(wanted, "prepared", "boot-1", made.held_devices(), made.steps)
 
 
 @pytest.mark.parametrize(("held", "wanted", "fits"), [

@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from dra_driver import __version__, errors
 from dra_driver.claims.calls import KUBELET_DEADLINE_S
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ApiRejectedError, RetryableError
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, PodRef
@@ -22,7 +21,7 @@ from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import STEPS, RunMps, SetTimeSlice, WriteCdiSpec
 from dra_driver.reporting.metrics import Metrics, Operation, reason_of
-from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
+from tests.fakes.samples import DRIVER, GPU_0, NODE, claim, hold, plan, record
 from tests.fakes.scrapes import (
     DOCUMENT,
     by_label,
@@ -194,15 +193,15 @@ class Runner:
 
 def test_steps_are_timed_by_kind_whether_they_fail_or_not(metrics: Metrics) -> None:
     runner, kept = Runner(), record(hold(GPU_0))
-    plan = plan_claim(claim(GPU_0), MIXED, NODE, DRIVER, ())
+    made = plan(claim(GPU_0))
     observed = StepDispatcher(dict.fromkeys(STEPS, runner), metrics.step_ended, lambda: runner.now)
     time_slice, daemon = SetTimeSlice("GPU-1", 2), RunMps(MpsDaemonSpec(GPU_0, "GPU-1", "gpu", "GPU-1"))
-    observed.do(WriteCdiSpec(), plan)
+    observed.do(WriteCdiSpec(), made)
     observed.undo(time_slice, kept.ref)
     assert not observed.in_place(daemon, kept)
     runner.error = RetryableError("x")
     with pytest.raises(RetryableError):
-        observed.do(WriteCdiSpec(), plan)
+        observed.do(WriteCdiSpec(), made)
     with pytest.raises(RetryableError):
         observed.undo(daemon, kept.ref)
     assert [call[0] for call in runner.calls] == ["do", "undo", "in_place", "do", "undo"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import DeviceConfig
 from dra_driver.model.gpu import Gpu
@@ -20,7 +19,7 @@ from dra_driver.model.steps import RunMps
 from dra_driver.sharing.rules.client_limits import max_clients
 from dra_driver.sharing.rules.shared_device import ShareLimits, limits_of
 from dra_driver.slices.rules.build import build_pool
-from tests.fakes.samples import DRIVER, GPU_0, NODE, claim, h100, inventory, result
+from tests.fakes.samples import DRIVER, GPU_0, NODE, claim, h100, inventory, plan, result
 from tests.fakes.tables import read_yaml
 
 R550, R555 = DriverVersions("550.163.01", (12, 4)), DriverVersions("555.58.02", (12, 5))
@@ -46,7 +45,7 @@ def prepared(number: int, usage: Any) -> ClaimRecord:
     """A claim that has a share of GPU 0 in this mode."""
     share = result(GPU_0, share_id=f"{number:08x}-0000-0000-0000-000000000000")
     one = replace(claim(uid=f"uid-{number}"), results=(share,))
-    known = replace(plan_claim(one, node(R590), NODE, DRIVER, (), SIXTY).held_devices()[0], usage=usage)
+    known = replace(plan(one, found=node(R590), sharing=SIXTY).held_devices()[0], usage=usage)
     return ClaimRecord(one, "prepared", "boot", (known,), ())
 
 
@@ -91,7 +90,7 @@ def test_each_device_with_fewer_shares_is_reported_when_the_rule_requests_more()
 def test_a_share_is_its_part_of_the_published_number() -> None:
     share = result(GPU_0, share_id="s", consumed_capacity={"shares": "1"})
     one = replace(claim(), results=(share,))
-    [planned] = plan_claim(one, node(R580), NODE, DRIVER, (), SIXTY).devices
+    [planned] = plan(one, found=node(R580), sharing=SIXTY).devices
     assert isinstance(planned.usage, MpsShared)
     given = ShareLimits(planned.usage.memory_limit_mib, planned.usage.active_thread_percentage)
     assert given == limits_of(share, WholeGpu(GPU_0, h100(0)), SharingRule("shares", 48, enforce="mps"))
@@ -109,12 +108,12 @@ def test_the_scheduler_counts_clients_when_shares_do_not(mode: Any) -> None:
 def test_a_claim_is_refused_when_the_daemon_has_all_its_clients(versions: DriverVersions, most: int) -> None:
     share = result(GPU_0, share_id="ffffffff-0000-0000-0000-000000000000")
     wanted = replace(claim(uid="uid-new"), results=(share,))
-    [mine] = plan_claim(wanted, node(versions), NODE, DRIVER, (), MEMORY).held_devices()
+    [mine] = plan(wanted, found=node(versions), sharing=MEMORY).held_devices()
     others = [prepared(number, mine.usage) for number in range(most - 1)]
-    assert plan_claim(wanted, node(versions), NODE, DRIVER, others, MEMORY).devices
+    assert plan(wanted, *others, found=node(versions), sharing=MEMORY).devices
     others.append(prepared(most, LostMps()))
     with pytest.raises(ClaimRefusedError) as refused:
-        plan_claim(wanted, node(versions), NODE, DRIVER, iter(others), MEMORY)
+        plan(wanted, *others, found=node(versions), sharing=MEMORY)
     assert str(refused.value) == (
         f"request gpu: {most} claims use the MPS daemon of device {GPU_0}, and MPS serves at most {most} clients with "
         "this GPU and driver; wait until all pods of one of these claims are gone"
@@ -136,7 +135,7 @@ def multi_user(
     one = replace(claim(uid="uid-1"), results=(share,), configs=() if is_plain_share else (config,))
     [step] = [
         step
-        for step in plan_claim(one, node(versions, *gpus), NODE, DRIVER, (), policy).steps
+        for step in plan(one, found=node(versions, *gpus), sharing=policy).steps
         if isinstance(step, RunMps)
     ]
     return step.spec.multi_user

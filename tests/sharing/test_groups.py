@@ -5,17 +5,16 @@ environment.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dra_driver.cdi.rules.spec import with_mps
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, withholding
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.driver_files import CdiDevice
-from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import (
     LostMps,
     MpsDaemonSpec,
@@ -27,10 +26,11 @@ from dra_driver.model.mps import (
 )
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
+from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.model.steps import LeaveMigMode, RunMps, SetTimeSlice, WriteCdiSpec
 from dra_driver.sharing.rules.modes import incompatibility
-from tests.fakes.samples import DRIVER, GPU_0, GPU_1, GPU_2, NODE, claim, h100, inventory, result, uuid
+from tests.fakes import samples
+from tests.fakes.samples import GPU_0, GPU_1, GPU_2, claim, h100, inventory, result, uuid
 from tests.fakes.tables import tabled
 from tests.sharing.test_mps_requests import mps
 
@@ -41,13 +41,7 @@ SPEC = MpsDaemonSpec(
 )
 
 
-def plan(
-    wanted: AllocatedClaim,
-    *others: ClaimRecord,
-    policy: SharingPolicy = NO_SHARING,
-    node: Inventory = NODE_OF_FOUR,
-) -> Plan:
-    return plan_claim(wanted, node, NODE, DRIVER, others, policy)
+plan = partial(samples.plan, found=NODE_OF_FOUR)
 
 
 def settings(**fields: Any) -> Any:
@@ -85,6 +79,18 @@ def test_the_gpus_of_a_request_have_one_daemon_in_the_order_of_their_uuids(names
     ]
 
 
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        ({"defaultPinnedDeviceMemoryLimit": "100Gi"}, "is above the 81559Mi of"),
+        ({"defaultPerDevicePinnedMemoryLimit": {"GPU-00000000-0000": "1Gi"}}, "names GPU-00000000-0000, but"),
+    ],
+)
+def test_limits_that_fit_no_device_of_the_claim_are_refused(limits: dict[str, Any], text: str) -> None:
+    with pytest.raises(ClaimRefusedError, match=text):
+        plan(claim(GPU_0, configs=(settings(**limits),)))
+
+
 def test_requests_of_a_claim_keep_their_own_daemons() -> None:
     one = plan(claim(result(GPU_0, "a"), result(GPU_1, "b"), result(GPU_2, "b"), configs=(mps(),)))
     assert [step.spec.devices for step in one.steps if isinstance(step, RunMps)] == [(GPU_0,), (GPU_1, GPU_2)]
@@ -99,7 +105,7 @@ def test_shares_of_several_gpus_have_the_limits_of_each_and_the_least_percentage
         ),
     )
     node = inventory(*(h100(number, multiprocessors=132) for number in range(2)))
-    one = plan(wanted, policy=SHARES, node=node)
+    one = plan(wanted, sharing=SHARES, found=node)
     spec = MpsDaemonSpec(GPU_0, uuid(0), "gpu", uuid(0), True, others=(MpsMember(GPU_1, uuid(1)),))
     assert [device.usage for device in one.devices] == [
         MpsShared(spec, 20480, 50, (10240, 20480)), MpsShared(spec, 10240, 50, (10240, 20480)),
@@ -111,14 +117,14 @@ def test_claims_share_the_gpus_when_they_have_the_same_daemon() -> None:
         results = (share(GPU_0, number, memory="1Gi"), share(GPU_1, number + 1, memory="1Gi"))
         return replace(claim(uid=f"uid-{number}"), results=results)
 
-    first = recorded(plan(both(10), policy=SHARES))
-    assert plan(both(20), first, policy=SHARES).steps == first.steps
+    first = recorded(plan(both(10), sharing=SHARES))
+    assert plan(both(20), first, sharing=SHARES).steps == first.steps
     for number, device in enumerate((GPU_0, GPU_1)):
         alone = replace(claim(uid="uid-alone"), results=(share(device, 30 + number, memory="1Gi"),))
         with pytest.raises(ClaimRefusedError, match="one MPS daemon serves both, "):
-            plan(alone, first, policy=SHARES)
+            plan(alone, first, sharing=SHARES)
         with pytest.raises(ClaimRefusedError, match="one MPS daemon serves both, "):
-            plan(both(20), recorded(plan(alone, policy=SHARES)), policy=SHARES)
+            plan(both(20), recorded(plan(alone, sharing=SHARES)), sharing=SHARES)
 
 
 def test_requests_of_a_claim_cannot_share_a_gpu_in_other_groups() -> None:
@@ -128,7 +134,7 @@ def test_requests_of_a_claim_cannot_share_a_gpu_in_other_groups() -> None:
     with pytest.raises(
         ClaimRefusedError, match=f"requests a and b share device {GPU_0}: one MPS daemon serves both"
     ):
-        plan(replace(claim(), results=results), policy=SHARES)
+        plan(replace(claim(), results=results), sharing=SHARES)
 
 
 def test_every_gpu_of_the_daemon_is_withheld_while_it_is_still_to_be_stopped() -> None:

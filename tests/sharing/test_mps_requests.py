@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, PodRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
 from dra_driver.sharing.rules.modes import advice_on_requests
-from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, claim, result, uuid
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, claim, plan, result, uuid
 
 
 def mps(*requests: str, kind: str = "GpuConfig") -> DeviceConfig:
@@ -26,8 +25,8 @@ def mps(*requests: str, kind: str = "GpuConfig") -> DeviceConfig:
 
 
 def record(wanted: AllocatedClaim, **more: Any) -> ClaimRecord:
-    plan = plan_claim(wanted, MIXED, NODE, DRIVER, (), **more)
-    return ClaimRecord(wanted, "prepared", "boot", plan.held_devices(), plan.steps)
+    made = plan(wanted, **more)
+    return ClaimRecord(wanted, "prepared", "boot", made.held_devices(), made.steps)
 
 
 @pytest.mark.parametrize("names", [(GPU_0, MIG_1G), (MIG_1G, GPU_0)])

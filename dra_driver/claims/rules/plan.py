@@ -30,7 +30,7 @@ from dra_driver.model.claim import (
     Prepared,
     PreparedDevice,
 )
-from dra_driver.model.dataclass import replace
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.host import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.ids import gpu_of_device
 from dra_driver.model.inventory import (
@@ -78,24 +78,27 @@ def our_part(claim: AllocatedClaim, driver: str) -> AllocatedClaim:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    driver: str
+    pool: str
+    sharing: SharingPolicy = NO_SHARING
+    metadata: tuple[str, ...] = ()
+    extra_devices: ExtraDevices = NO_EXTRA_DEVICES
+    power: PowerPolicy = NO_POWER_POLICY
+
+
 def plan_claim(
     claim: AllocatedClaim,
     inventory: Inventory,
-    pool: str,
-    driver: str,
+    identity: Identity,
     others: Iterable[ClaimRecord],
-    sharing: SharingPolicy = NO_SHARING,
     known: ClaimRecord | None = None,
-    metadata: tuple[str, ...] = (),
-    *,
-    power: PowerPolicy = NO_POWER_POLICY,
     setting_for_lost: str | None = None,
-    extra_devices: ExtraDevices = NO_EXTRA_DEVICES,
 ) -> Plan:
     """Return the plan for this driver's part of a claim.
 
-    `others` are the node's other records, `known` is the claim's own. `metadata` lists versions.
-    `setting_for_lost` is as in `ClaimPlanner`.
+    `others` are the node's other records, `known` is the claim's own. `setting_for_lost` is as in `ClaimPlanner`.
 
     A claim with adminAccess to many GPUs is prepared without the lost ones, because a monitor is needed most
     on a node with a bad GPU. A claim that uses a lost GPU, or has no other GPU, is not prepared, unless it is
@@ -104,23 +107,25 @@ def plan_claim(
     Raises: ClaimRefusedError that names the request, the device and the remedy (DeviceHeldError if other
     claims hold the device, or its MPS daemon is full); DeviceLostError; RetryableError; InvalidConfigError.
     """
-    found = _found(claim, pool, inventory, known, setting_for_lost)
+    found = _found(claim, identity.pool, inventory, known, setting_for_lost)
     _refuse_repeats(found)
     is_for_machine = is_for_virtual_machine([(result, kind_of(offered)) for result, offered in found])
     kept = _kept_usages(claim, found, known)
-    parameters = _parameters(claim, found, driver, is_prepared=kept is not None)
-    usages = sharing_modes_of(found, parameters, sharing, inventory.versions) if kept is None else kept
+    parameters = _parameters(claim, found, identity.driver, is_prepared=kept is not None)
+    usages = (
+        sharing_modes_of(found, parameters, identity.sharing, inventory.versions) if kept is None else kept
+    )
     if kept is None or known is None:
-        limits = limits_of(found, parameters, power)
+        limits = limits_of(found, parameters, identity.power)
     else:
         limits = [step for step in known.steps if isinstance(step, Limit)]
     devices = tuple(
         _planned(result, offered, usage, resolved, inventory)
         for (result, offered), usage, resolved in zip(found, usages, parameters, strict=True)
     )
-    if extra_devices != NO_EXTRA_DEVICES or kept is not None:
+    if identity.extra_devices != NO_EXTRA_DEVICES or kept is not None:
         held = known.devices if known is not None and kept is not None else None
-        devices = _with_extra_devices(devices, extra_devices, inventory, held)
+        devices = _with_extra_devices(devices, identity.extra_devices, inventory, held)
     maintenance = _maintenance(found, parameters) if kept is None or known is None else known.maintenance
     waits_for: tuple[str, ...] = ()
     if kept is None:
@@ -140,7 +145,7 @@ def plan_claim(
             if isinstance(device.usage, MpsShared)
         }
         refuse_crowded(wanted, records, most)
-    versions = EVERY_METADATA_VERSION if is_for_machine else metadata
+    versions = EVERY_METADATA_VERSION if is_for_machine else identity.metadata
     steps = _steps(devices, limits, _metadata(claim, devices, known, versions), known)
     return Plan(claim, devices, (maintenance, *steps) if maintenance is not None else steps, waits_for)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dra_driver.claims.rules.plan import our_part, plan_claim
+from dra_driver.claims.rules.plan import Identity, our_part, plan_claim
 from dra_driver.cli.validation.rules.allocator import (
     AllocationError,
     NoChoiceError,
@@ -177,16 +177,8 @@ class MachineFit:
         before = f"if the claim is allocated on {self.name}, Prepare"
         try:
             claim = our_part(parse_allocated_claim(body, _CLAIM), self.driver)
-            plan_claim(
-                claim,
-                self.inventory,
-                self._node,
-                self.driver,
-                (),
-                self.sharing,
-                extra_devices=self.extra_devices,
-                power=self.power,
-            )
+            identity = Identity(self.driver, self._node, self.sharing, (), self.extra_devices, self.power)
+            plan_claim(claim, self.inventory, identity, ())
         except RetryableError as error:
             return None, f"{before} fails for now: {error}"
         except DraDriverError as error:
