@@ -45,8 +45,8 @@ Prints = Callable[..., list[str]]
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[RecordedNode]:
-    # Short, because the path of a socket has 107 bytes at most.
-    with TemporaryDirectory(prefix="w-") as directory, RecordedNode(Path(directory)) as made:
+    # Short, because the path of a socket has 107 bytes at most; on the disk, because of the MPS daemon's own /dev/shm.
+    with TemporaryDirectory(prefix="w-", dir="/tmp") as directory, RecordedNode(Path(directory)) as made:
         yield made
 
 

@@ -335,7 +335,7 @@ def broken() -> Iterator[Mapping[str, Site]]:
     with ExitStack() as stack:
         sites: dict[str, Site] = {}
         for name in BREAKS:
-            site = sites[name] = Site(Path(stack.enter_context(TemporaryDirectory(prefix="b-"))))
+            site = sites[name] = Site(Path(stack.enter_context(TemporaryDirectory(prefix="b-", dir="/tmp"))))
             stack.callback(site.node.stop)
             stack.enter_context(site.more)
         for name, site in sites.items():
