@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing.util
 import os
 import shutil
 import sys
@@ -180,6 +181,17 @@ def _memory_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(prefix="gpu-dra-", dir=_MEMORY))
     yield made
     shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_directories(_memory_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands that run in this process have their temporary directories in memory, too."""
+    # These stay on the disk, and last longer.
+    tmp_path_factory.getbasetemp()
+    multiprocessing.util.get_temp_dir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(_memory_root))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -163,7 +163,7 @@ def lacking_words(nvidia: Programs) -> set[str]:
 
 def lacking_commands(nvidia: Programs) -> set[str]:
     """Return the commands of ours that the branch's own control daemon does not support."""
-    top = Path(tempfile.mkdtemp(prefix="mps-"))
+    top = Path(tempfile.mkdtemp(prefix="mps-", dir="/tmp"))
     directories = MpsDirectories(*(str(top / name) for name in ("pipe", "log", "shm")))
     for directory in (directories.pipe, directories.log):
         Path(directory).mkdir()

@@ -655,7 +655,7 @@ def checks_of(root: Path) -> KubeletChecks:
 @pytest.fixture
 def kubelet() -> Iterator[KubeletChecks]:
     """Checks of empty directories, with paths that are short enough for sockets."""
-    with TemporaryDirectory(prefix="k-") as directory:
+    with TemporaryDirectory(prefix="k-", dir="/tmp") as directory:
         root = Path(directory)
         (root / "reg").mkdir()
         (root / "plugins" / DRIVER).mkdir(parents=True)

@@ -285,13 +285,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def directory_of_nodes(_memory_root: Path) -> Path | None:
-    """The directory of nodes; None is the disk, for MPS daemons, which have their own /dev/shm."""
-    return _memory_root
+def directory_of_nodes(_memory_root: Path) -> str:
+    return str(_memory_root)
 
 
 @pytest.fixture
-def make_node(directory_of_nodes: Path | None) -> Iterator[Callable[..., Node]]:
+def make_node(directory_of_nodes: str) -> Iterator[Callable[..., Node]]:
     """Nodes in short directories of their own: the path of a socket has 107 bytes at most."""
     with ExitStack() as stack:
 

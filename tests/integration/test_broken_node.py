@@ -341,7 +341,7 @@ def broken(_memory_root: Path) -> Iterator[Mapping[str, Site]]:
     with ExitStack() as stack:
         sites: dict[str, Site] = {}
         for name, one in BREAKS.items():
-            top = None if one.do is _end_the_mps_daemon else _memory_root
+            top = "/tmp" if one.do is _end_the_mps_daemon else _memory_root
             sites[name] = Site(Path(stack.enter_context(TemporaryDirectory(prefix="b-", dir=top))))
         pool = ThreadPoolExecutor()
         stack.callback(lambda: [*pool.map(Site.stop, sites.values())])

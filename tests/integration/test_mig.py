@@ -61,8 +61,9 @@ def specs(node: Node) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def directory_of_nodes() -> None:
+def directory_of_nodes() -> str:
     """On the disk: MPS daemons have a /dev/shm of their own."""
+    return "/tmp"
 
 
 @pytest.fixture

@@ -25,8 +25,9 @@ KNOWS_USERS, KNOWS_NO_MEMORY_LIMITS = ("R555",), ("R470",)
 
 
 @pytest.fixture(scope="module")
-def directory_of_nodes() -> None:
+def directory_of_nodes() -> str:
     """On the disk: MPS daemons have a /dev/shm of their own."""
+    return "/tmp"
 
 
 def with_programs_of(node: Node, programs: Programs) -> Node:

@@ -33,8 +33,9 @@ def environment(edit: Json) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def directory_of_nodes() -> None:
+def directory_of_nodes() -> str:
     """On the disk: MPS daemons have a /dev/shm of their own."""
+    return "/tmp"
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ def machine(tmp_path_factory) -> Machine:
 @pytest.fixture
 def top() -> Iterator[Path]:
     """A directory with a short path, as sockets need it; finally nothing may be mounted below it."""
-    made = Path(tempfile.mkdtemp(prefix="mps-"))
+    made = Path(tempfile.mkdtemp(prefix="mps-", dir="/tmp"))
     yield made
     mounted = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(made) in line]
     shutil.rmtree(made)

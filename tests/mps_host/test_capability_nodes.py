@@ -30,7 +30,7 @@ def bare(tmp_path: Path) -> Iterator[Host]:
     body = read_yaml(MACHINES / "h100-mig-static.yaml")
     file = tmp_path / "bare.yaml"
     file.write_text(yaml.safe_dump({**body, "system": {"cap_nodes": False}}))
-    top = Path(tempfile.mkdtemp(prefix="mps-"))
+    top = Path(tempfile.mkdtemp(prefix="mps-", dir="/tmp"))
     one = Host(top, create_machine(str(file), tmp_path / "machine", device_nodes="described"))
     yield one
     one.close()

@@ -21,9 +21,10 @@ ONE_WHOLE_GPU = {"gb10", "vm-passthrough"}
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch):
-    """The monitor notices its stop only after its wait for events."""
+def _quick(monkeypatch: pytest.MonkeyPatch, memory_path: Path):
+    """The monitor notices its stop only after its wait for events. A disk would take half of the time."""
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
+    monkeypatch.setattr("tempfile.tempdir", str(memory_path))
 
 
 @pytest.mark.parametrize("machine", machine_names())

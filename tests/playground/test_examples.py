@@ -7,15 +7,16 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import yaml
 
 from tests.fakes.waiting import eventually
-from tests.playground.test_playground import EXAMPLES, ROOT, Playground, documents, start, temporary
+from tests.playground.test_playground import EXAMPLES, ROOT, Playground, documents, start
 
-__all__ = ["start", "temporary"]
+__all__ = ["start"]
 
 CONFIGURATIONS = {
     "imex": "imex: {channel: 0}",
@@ -32,6 +33,13 @@ CONFIGURATIONS = {
 GPUS = [f"gpu {number}" for number in range(8)]
 ADMIN = [f"{gpu} admin" for gpu in GPUS]
 """What a pod of a monitoring agent gets."""
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """On the disk: MPS daemons have a /dev/shm of their own."""
+    with TemporaryDirectory(prefix="p -", dir="/tmp") as path:
+        yield Path(path)
 
 
 def limits(memory: str, percentage: int) -> list[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.waiting import PATIENCE_S, eventually
-from tests.playground.test_playground import Playground, start, temporary
+from tests.playground.test_examples import temporary
+from tests.playground.test_playground import Playground, start
 
 __all__ = ["start", "temporary"]
 

@@ -111,11 +111,10 @@ def _modules(state: State) -> str:
 
 
 def _version(state: State) -> str:
-    kind = "NVIDIA UNIX Open Kernel Module for" if state.system["open_kernel_module"] else "NVIDIA UNIX"
-    tail = "  Release Build" if state.system["open_kernel_module"] else " Kernel Module"
-    if not state.system["open_kernel_module"]:
-        return f"NVRM version: {kind} {state.system['arch']}{tail}  {state.driver_version}  Release Build\n"
-    return f"NVRM version: {kind} {state.system['arch']}  {state.driver_version}{tail}\n"
+    arch, release = state.system["arch"], f"{state.driver_version}  Release Build"
+    if state.system["open_kernel_module"]:
+        return f"NVRM version: NVIDIA UNIX Open Kernel Module for {arch}  {release}\n"
+    return f"NVRM version: NVIDIA UNIX {arch} Kernel Module  {release}\n"
 
 
 def _information(state: State, gpu: Gpu) -> str:

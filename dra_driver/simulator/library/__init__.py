@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.faults import error_text
 from dra_driver.simulator.library.core import number
 from dra_driver.simulator.library.device import Device, Gpm, Links
 from dra_driver.simulator.library.instances import Instances
 from dra_driver.simulator.library.system import System, Waiting
+from dra_driver.simulator.machine import Machine
 
 __all__ = ["SimulatedLibrary"]
 
@@ -21,7 +20,7 @@ class _Topics(System, Device, Gpm, Instances, Links, Waiting):
 class SimulatedLibrary:
     """A function that the driver version does not have is a missing attribute. The version is fixed at creation."""
 
-    def __init__(self, machine: Any) -> None:
+    def __init__(self, machine: Machine) -> None:
         topics, state = _Topics(machine), machine.current()
         later = driver_facts()["functions_since"].items()
         missing = {name for since, names in later if since > state.branch for name in names}

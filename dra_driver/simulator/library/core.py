@@ -16,6 +16,7 @@ import pynvml
 
 from dra_driver.errors import StateError
 from dra_driver.model.dataclass import dataclass
+from dra_driver.simulator.machine import Machine
 from dra_driver.simulator.machine_files import Session
 from dra_driver.simulator.machine_state import (
     NVIDIA,
@@ -77,6 +78,15 @@ def address(handle: Any) -> int:
         return 0
 
 
+def rows_for(out: Any, count: Any, needed: int) -> Any:
+    """Set `count` and return the array of the caller. Refuse if it is too short."""
+    room = 0 if out is None else number(target(count))
+    put(count, needed)
+    if room < needed:
+        raise Refusal(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
+    return target(out) if needed else ()
+
+
 def put_handle(argument: Any, value: int) -> None:
     ctypes.c_void_p.from_buffer(target(argument)).value = value
 
@@ -103,11 +113,9 @@ class Handle:
 
 
 class Core:
-    def __init__(self, machine: Any) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._read: Callable[[], State] = machine.current
-        state = self._read()
-        self._loaded_version = state.driver_version
+        self._loaded_version = machine.driver_version
         self._of_call = threading.local()
         self._handles: dict[int, Handle] = {}
         self._references = 0
@@ -120,13 +128,11 @@ class Core:
 
     # --- session -------------------------------------------------------------------------------
 
-    def init(self) -> int:
-        state = self._read()
+    # the names of methods are C symbols, which the binding looks up by name
+    def nvmlInit_v2(self) -> None:  # noqa: N802
+        state = self.machine.current()
         with self._session_lock:
-            if not state.driver_loaded:
-                return int(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-            if state.driver_version != self._loaded_version:
-                return int(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+            self._check_driver(state)
             if self._references == 0:
                 self.session = self.machine.open_session(program())
                 self._order = [gpu.uuid for gpu in state.shown if not gpu.lost]
@@ -135,17 +141,18 @@ class Core:
                     if uuid not in self._slots:
                         self._slots.append(uuid)
             self._references += 1
-        return int(pynvml.NVML_SUCCESS)
 
-    def shutdown(self) -> int:
+    def nvmlInitWithFlags(self, flags: Any) -> None:  # noqa: N802
+        self.nvmlInit_v2()
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
         with self._session_lock:
             if self._references == 0:
-                return int(pynvml.NVML_ERROR_UNINITIALIZED)
+                raise Refusal(pynvml.NVML_ERROR_UNINITIALIZED)
             self._references -= 1
             if self._references == 0 and self.session is not None:
                 self.machine.close_session(self.session)
                 self.session = None
-        return int(pynvml.NVML_SUCCESS)
 
     def state(self) -> State:
         """Return the machine's state. Refuses if this session cannot use the machine's driver."""
@@ -153,14 +160,17 @@ class Core:
             raise Refusal(pynvml.NVML_ERROR_UNINITIALIZED)
         # The first use in a call needs no second look at the file.
         read, self._of_call.state = getattr(self._of_call, "state", None), None
-        state = read or self._read()
+        state = read or self.machine.current()
+        self._check_driver(state)
+        if state.driver_loads != self._driver_load:
+            raise Refusal(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return state
+
+    def _check_driver(self, state: State) -> None:
         if not state.driver_loaded:
             raise Refusal(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
         if state.driver_version != self._loaded_version:
             raise Refusal(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-        if state.driver_loads != self._driver_load:
-            raise Refusal(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-        return state
 
     # --- handles -------------------------------------------------------------------------------
 
@@ -211,28 +221,31 @@ class Core:
 
     # --- entry ---------------------------------------------------------------------------------
 
-    def entry(self, name: str, method: Callable[..., int | None]) -> Callable[..., Any]:
+    def entry(self, name: str, method: Callable[..., None]) -> Callable[..., int]:
         """Return the exported function, which applies faults and converts refusals to return codes."""
 
         def call(*arguments: Any) -> int:
             try:
-                state = self._of_call.state = self._read()
+                state = self._of_call.state = self.machine.current()
                 if state.faults:
                     is_locked = any(fault.blocks_all for fault in state.faults)
                     with self._driver_lock if is_locked else nullcontext():
                         self._apply_fault(name, arguments)
                     self._of_call.state = None
-                return int(method(*arguments) or 0)
+                method(*arguments)
             except Refusal as outcome:
                 return outcome.code
             except StateError:
                 return int(pynvml.NVML_ERROR_UNKNOWN)
+            return int(pynvml.NVML_SUCCESS)
 
         call.__name__ = name
         return call
 
     def _apply_fault(self, name: str, arguments: tuple[Any, ...]) -> None:
-        fault = next((item for item in self._read().faults if self._hits(item, name, arguments)), None)
+        fault = next(
+            (item for item in self.machine.current().faults if self._hits(item, name, arguments)), None
+        )
         if fault is None:
             return
         if fault.remaining is not None and not self.machine.consume_fault(fault):
@@ -241,7 +254,7 @@ class Core:
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(_CHECK_S, left))
             # A counted fault is removed when its last call begins.
-            if fault.remaining is None and fault not in self._read().faults:
+            if fault.remaining is None and fault not in self.machine.current().faults:
                 break
         if fault.code:
             raise Refusal(fault.code)
@@ -261,7 +274,7 @@ class Core:
             return text(arguments[0])
         if name.startswith("nvmlDeviceGetHandleByPciBusId"):
             wanted = sysfs_bus_id(text(arguments[0]))
-            return next((gpu.uuid for gpu in self._read().gpus if gpu.bus_id == wanted), None)
+            return next((gpu.uuid for gpu in self.machine.current().gpus if gpu.bus_id == wanted), None)
         try:
             return self.parse(arguments[0]).gpu
         except (Refusal, TypeError, ValueError):

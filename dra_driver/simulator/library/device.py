@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 import pynvml
 
 from dra_driver.simulator.catalogue import PLACEHOLDER_BUS
-from dra_driver.simulator.library.core import Core, Handle, address, number, put, put_handle, target
+from dra_driver.simulator.library.core import (
+    Core,
+    Handle,
+    address,
+    number,
+    put,
+    put_handle,
+    rows_for,
+    target,
+)
+from dra_driver.simulator.machine import Machine
 from dra_driver.simulator.machine_state import (
     ANY_INSTANCE,
     REMOTE_SWITCH,
@@ -230,7 +240,7 @@ class Device(Core):
 
     def nvmlDeviceGetSamples(  # noqa: N802
         self, handle: Any, kind: Any, since: Any, value_type: Any, count: Any, out: Any
-    ) -> int:
+    ) -> None:
         """Only samples of the utilisation. An idle GPU has none."""
         _, gpu = self.gpu(handle)
         if gpu.mig_mode or number(kind) != pynvml.NVML_GPU_UTILIZATION_SAMPLES:
@@ -240,15 +250,11 @@ class Device(Core):
         found = [(tick * _SAMPLE_S, gpu.load_at((tick - 0.5) * _SAMPLE_S)) for tick in range(first, last + 1)]
         put(value_type, pynvml.NVML_VALUE_TYPE_UNSIGNED_INT)
         if not any(percent for _, percent in found):
-            return int(pynvml.NVML_ERROR_NOT_FOUND)
-        room = number(target(count))
-        if out is None:
-            put(count, len(found))
-            return int(pynvml.NVML_SUCCESS)
+            raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
+        room = len(found) if out is None else number(target(count))
         put(count, min(room, len(found)))
-        for slot, (at, percent) in zip(target(out), found[:room], strict=False):
+        for slot, (at, percent) in zip(target(out) or (), found[:room], strict=False):
             slot.timeStamp, slot.sampleValue.uiVal = int(at * 1e6), percent
-        return int(pynvml.NVML_SUCCESS)
 
     def nvmlDeviceGetClockInfo(self, handle: Any, kind: Any, out: Any) -> None:  # noqa: N802
         _, gpu = self.gpu(handle)
@@ -282,16 +288,16 @@ class Device(Core):
     def nvmlDeviceResetMemoryLockedClocks(self, handle: Any) -> None:  # noqa: N802
         self._lock(handle, "memory", None)
 
-    def nvmlDeviceGetSupportedMemoryClocks(self, handle: Any, count: Any, out: Any) -> int:  # noqa: N802
-        return self._clocks(self._settable(handle)[0].memory_mhz, count, out)
+    def nvmlDeviceGetSupportedMemoryClocks(self, handle: Any, count: Any, out: Any) -> None:  # noqa: N802
+        self._clocks(self._settable(handle)[0].memory_mhz, count, out)
 
     def nvmlDeviceGetSupportedGraphicsClocks(  # noqa: N802
         self, handle: Any, memory: Any, count: Any, out: Any
-    ) -> int:
+    ) -> None:
         model, _ = self._settable(handle)
         if number(memory) not in model.memory_mhz:
             raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
-        return self._clocks(model.graphics_mhz, count, out)
+        self._clocks(model.graphics_mhz, count, out)
 
     def _settable(self, handle: Any) -> tuple[Model, Gpu]:
         state, gpu = self.gpu(handle)
@@ -310,64 +316,46 @@ class Device(Core):
             raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         self.machine.set_gpu(gpu.uuid, locked_mhz=others if clocks is None else {**others, domain: clocks})
 
-    def _clocks(self, clocks: list[int], count: Any, out: Any) -> int:
-        room = number(target(count))
-        put(count, len(clocks))
-        if out is None or room < len(clocks):
-            return int(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
-        for index, clock in enumerate(clocks):
-            target(out)[index] = clock
-        return int(pynvml.NVML_SUCCESS)
+    def _clocks(self, clocks: list[int], count: Any, out: Any) -> None:
+        rows_for(out, count, len(clocks))[: len(clocks)] = clocks
 
     # --- processes -----------------------------------------------------------------------------
 
-    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, out: Any) -> int:  # noqa: N802
-        return self._processes(handle, count, out, mps=False)
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, out: Any) -> None:  # noqa: N802
+        self._processes(handle, count, out, mps=False)
 
-    def nvmlDeviceGetComputeRunningProcesses_v2(self, handle: Any, count: Any, out: Any) -> int:  # noqa: N802
-        return self._processes(handle, count, out, mps=False)
+    def nvmlDeviceGetComputeRunningProcesses_v2(self, handle: Any, count: Any, out: Any) -> None:  # noqa: N802
+        self._processes(handle, count, out, mps=False)
 
-    def nvmlDeviceGetMPSComputeRunningProcesses_v3(self, handle: Any, count: Any, out: Any) -> int:  # noqa: N802
-        return self._processes(handle, count, out, mps=True)
+    def nvmlDeviceGetMPSComputeRunningProcesses_v3(self, handle: Any, count: Any, out: Any) -> None:  # noqa: N802
+        self._processes(handle, count, out, mps=True)
 
-    def nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: Any, count: Any, out: Any) -> int:  # noqa: N802
+    def nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: Any, count: Any, out: Any) -> None:  # noqa: N802
         self.device(handle)
         put(count, 0)
-        return 0
 
-    def nvmlDeviceGetProcessUtilization(self, handle: Any, out: Any, count: Any, since: Any) -> int:  # noqa: N802
+    def nvmlDeviceGetProcessUtilization(self, handle: Any, out: Any, count: Any, since: Any) -> None:  # noqa: N802
         """MPS clients have no samples. Each sample has the current time."""
         _, gpu = self.gpu(handle)
         if gpu.mig_mode:
             raise _unsupported()
         now = time.time_ns() // 1000
         found = [one for one in gpu.holders if one.utilisation and not one.mps] if number(since) < now else []
-        room = number(target(count))
-        put(count, len(found))
+        rows = rows_for(out, count, len(found))
         if not found:
-            return int(pynvml.NVML_ERROR_NOT_FOUND)
-        if out is None or room < len(found):
-            return int(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
-        for slot, holder in zip(target(out), found, strict=False):
+            raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
+        for slot, holder in zip(rows, found, strict=False):
             slot.pid, slot.timeStamp, slot.smUtil = holder.pid, now, holder.utilisation
-        return int(pynvml.NVML_SUCCESS)
 
-    def _processes(self, handle: Any, count: Any, out: Any, *, mps: bool) -> int:
+    def _processes(self, handle: Any, count: Any, out: Any, *, mps: bool) -> None:
         _, gpu, parsed = self.device(handle)
         found = [holder for holder in self._holders(gpu, parsed) if holder.mps == mps]
-        room = number(target(count))
-        put(count, len(found))
-        if not found:
-            return int(pynvml.NVML_SUCCESS)
-        if out is None or room < len(found):
-            return int(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
-        for slot, holder in zip(target(out), found, strict=False):
+        for slot, holder in zip(rows_for(out, count, len(found)), found, strict=False):
             slot.pid, slot.usedGpuMemory = holder.pid, holder.memory_mib * MIB
             slot.gpuInstanceId = ANY_INSTANCE if holder.gpu_instance is None else holder.gpu_instance
             slot.computeInstanceId = (
                 ANY_INSTANCE if holder.compute_instance is None else holder.compute_instance
             )
-        return int(pynvml.NVML_SUCCESS)
 
     # --- health --------------------------------------------------------------------------------
 
@@ -428,7 +416,7 @@ class Gpm(Core):
     value.
     """
 
-    def __init__(self, machine: Any) -> None:
+    def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self._numbers = itertools.count(0x6000_0000, 16)
         self.gpm_samples: dict[int, _Taken | None] = {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pynvml
 
@@ -19,12 +18,12 @@ from dra_driver.simulator.library.core import (
     number,
     put,
     put_handle,
+    rows_for,
     target,
 )
 from dra_driver.simulator.machine_state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model, State
 from dra_driver.simulator.mig import Refusal
 
-T = TypeVar("T")
 _PROFILE_FIELDS = {
     "id": "id", "sliceCount": "slices", "instanceCount": "max_instances", "multiprocessorCount": "multiprocessors",
     "copyEngineCount": "copy_engines", "decoderCount": "decoders", "encoderCount": "encoders", "jpegCount": "jpeg",
@@ -37,12 +36,11 @@ def _placement(argument: Any) -> tuple[int, int]:
     return int(placement.start), int(placement.size)
 
 
-def _put_all(out: Any, count: Any, handles: list[int], kind: Any) -> int:
+def _put_all(out: Any, count: Any, handles: list[int], kind: Any) -> None:
     put(count, len(handles))
     rows = target(out)
     for index, handle in enumerate(handles if rows is not None else []):
         rows[index] = as_handle(handle, kind)
-    return int(pynvml.NVML_SUCCESS)
 
 
 class Instances(Core):
@@ -103,19 +101,14 @@ class Instances(Core):
 
     def nvmlDeviceGetGpuInstancePossiblePlacements_v2(  # noqa: N802
         self, handle: Any, profile_id: Any, out: Any, count: Any
-    ) -> int:
+    ) -> None:
         _, _, model = self._mig_capable(handle)
         placements = self._profile(model, profile_id).placements
-        room = number(target(count))
-        put(count, len(placements))
         if out is None:
-            return int(pynvml.NVML_SUCCESS)
-        if room < len(placements):
-            return int(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
-        rows = target(out)
-        for index, (start, size) in enumerate(placements):
-            rows[index].start, rows[index].size = start, size
-        return int(pynvml.NVML_SUCCESS)
+            put(count, len(placements))
+        else:
+            for row, (start, size) in zip(rows_for(out, count, len(placements)), placements, strict=False):
+                row.start, row.size = start, size
 
     # --- GPU instances -------------------------------------------------------------------------
 
@@ -129,21 +122,17 @@ class Instances(Core):
 
     def _create(self, handle: Any, profile_id: int, placement: tuple[int, int] | None, out: Any) -> None:
         _, gpu, _ = self._mig_capable(handle)
-        made = self._change(
-            gpu, lambda copy, model: mig.create_gpu_instance(copy, model, profile_id, placement).id
+        made = self.machine.change_gpu(
+            gpu.uuid, lambda copy, model: mig.create_gpu_instance(copy, model, profile_id, placement).id
         )
         put_handle(out, self.make(KIND_GI, gpu.uuid, made))
 
-    def _change(self, gpu: Gpu, change: Callable[[Gpu, Model], T]) -> T:
-        result: T = self.machine.change_gpu(gpu.uuid, change)
-        return result
-
-    def nvmlDeviceGetGpuInstances(self, handle: Any, profile_id: Any, out: Any, count: Any) -> int:  # noqa: N802
+    def nvmlDeviceGetGpuInstances(self, handle: Any, profile_id: Any, out: Any, count: Any) -> None:  # noqa: N802
         _, gpu, model = self._mig_on(handle)
         wanted = self._profile(model, profile_id).id
         found = [item.id for item in gpu.instances if item.profile_id == wanted]
         handles = [self.make(KIND_GI, gpu.uuid, gi) for gi in found]
-        return _put_all(out, count, handles, pynvml.c_nvmlGpuInstance_t)
+        _put_all(out, count, handles, pynvml.c_nvmlGpuInstance_t)
 
     def nvmlDeviceGetGpuInstanceById(self, handle: Any, gi: Any, out: Any) -> None:  # noqa: N802
         _, gpu, _ = self._mig_on(handle)
@@ -171,7 +160,7 @@ class Instances(Core):
 
     def nvmlGpuInstanceDestroy(self, handle: Any) -> None:  # noqa: N802
         _, gpu, instance = self._instance(handle)
-        self._change(gpu, lambda copy, _: mig.destroy_gpu_instance(copy, instance.id))
+        self.machine.change_gpu(gpu.uuid, lambda copy, _: mig.destroy_gpu_instance(copy, instance.id))
 
     # --- compute instances ---------------------------------------------------------------------
 
@@ -206,17 +195,17 @@ class Instances(Core):
 
     def nvmlGpuInstanceCreateComputeInstance(self, handle: Any, profile_id: Any, out: Any) -> None:  # noqa: N802
         _, gpu, instance = self._instance(handle)
-        made = self._change(
-            gpu,
+        made = self.machine.change_gpu(
+            gpu.uuid,
             lambda copy, model: mig.create_compute_instance(copy, model, instance.id, number(profile_id)).id,
         )
         put_handle(out, self.make(KIND_CI, gpu.uuid, instance.id, made))
 
-    def nvmlGpuInstanceGetComputeInstances(self, handle: Any, profile_id: Any, out: Any, count: Any) -> int:  # noqa: N802
+    def nvmlGpuInstanceGetComputeInstances(self, handle: Any, profile_id: Any, out: Any, count: Any) -> None:  # noqa: N802
         _, gpu, instance = self._instance(handle)
         found = [item.id for item in instance.compute if item.profile_id == number(profile_id)]
         handles = [self.make(KIND_CI, gpu.uuid, instance.id, ci) for ci in found]
-        return _put_all(out, count, handles, pynvml.c_nvmlComputeInstance_t)
+        _put_all(out, count, handles, pynvml.c_nvmlComputeInstance_t)
 
     def nvmlGpuInstanceGetComputeInstanceById(self, handle: Any, ci: Any, out: Any) -> None:  # noqa: N802
         _, gpu, instance = self._instance(handle)
@@ -242,7 +231,9 @@ class Instances(Core):
 
     def nvmlComputeInstanceDestroy(self, handle: Any) -> None:  # noqa: N802
         gpu, instance, found = self._compute(handle)
-        self._change(gpu, lambda copy, _: mig.destroy_compute_instance(copy, instance.id, found.id))
+        self.machine.change_gpu(
+            gpu.uuid, lambda copy, _: mig.destroy_compute_instance(copy, instance.id, found.id)
+        )
 
     # --- MIG devices ---------------------------------------------------------------------------
 

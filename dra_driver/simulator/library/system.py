@@ -24,6 +24,7 @@ from dra_driver.simulator.library.core import (
     target,
     text,
 )
+from dra_driver.simulator.machine import Machine
 from dra_driver.simulator.machine_files import Session
 from dra_driver.simulator.machine_state import Event, State, nvml_bus_id, pci_numbers, sysfs_bus_id
 from dra_driver.simulator.mig import Refusal
@@ -37,16 +38,6 @@ _POLL_S = 1.0
 
 
 class System(Core):
-    # the method names are C symbols, which the binding looks up by name
-    def nvmlInit_v2(self) -> int:  # noqa: N802
-        return self.init()
-
-    def nvmlInitWithFlags(self, flags: Any) -> int:  # noqa: N802
-        return self.init()
-
-    def nvmlShutdown(self) -> int:  # noqa: N802
-        return self.shutdown()
-
     def nvmlSystemGetDriverVersion(self, buffer: Any, size: Any) -> None:  # noqa: N802
         put_text(buffer, size, self.state().driver_version)
 
@@ -178,7 +169,7 @@ class Waiting(Core):
     After a GPU is lost, a wait first returns the earlier events, then GPU_IS_LOST once for each set and GPU.
     """
 
-    def __init__(self, machine: Any) -> None:
+    def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self._sets: dict[int, _EventSet] = {}
         self._sets_lock = threading.Lock()
@@ -221,7 +212,7 @@ class Waiting(Core):
             events.masks[gpu.uuid] = (before | wanted, since, gpu.resets)
             events.checked = -1
 
-    def nvmlEventSetWait_v2(self, handle: Any, out: Any, timeout: Any) -> int:  # noqa: N802
+    def nvmlEventSetWait_v2(self, handle: Any, out: Any, timeout: Any) -> None:  # noqa: N802
         deadline = time.monotonic() + number(timeout) / 1000
         while True:
             events = self._set(handle)
@@ -229,13 +220,12 @@ class Waiting(Core):
             if state.version != events.checked:
                 found = self._next(state, events)
                 if found is not None:
-                    self._fill(target(out), found)
-                    return int(pynvml.NVML_SUCCESS)
+                    return self._fill(target(out), found)
                 self._report_lost(state, events)
                 events.checked = state.version
             left = deadline - time.monotonic()
             if left <= 0:
-                return int(pynvml.NVML_ERROR_TIMEOUT)
+                raise Refusal(pynvml.NVML_ERROR_TIMEOUT)
             self.machine.wait_changed(state, min(_POLL_S, left))
 
     def _next(self, state: State, events: _EventSet) -> Event | None:
