@@ -11,6 +11,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefuse
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.claims import ClaimClient
+from dra_driver.kube.client import ApiClient
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.record import ClaimRecord
 from tests.fakes.samples import DRIVER, GPU_0, claim
@@ -21,12 +22,12 @@ def answer(monkeypatch: pytest.MonkeyPatch):
     """Set with what error the API server answers."""
 
     def set_answer(error: Exception) -> ClaimClient:
-        def get(_client: ClaimClient, _namespace: str, _name: str, *, timeout_s: float) -> None:
+        def call(_api: ApiClient, *_: str, timeout_s: float, **_names: str) -> None:
             assert timeout_s == 3.0
             raise error
 
-        monkeypatch.setattr(ClaimClient, "get_claim", get)
-        return ClaimClient(None)  # type: ignore[arg-type]
+        monkeypatch.setattr(ApiClient, "call", call)
+        return ClaimClient(object.__new__(ApiClient))
 
     return set_answer
 

@@ -54,7 +54,8 @@ def test_server_that_takes_no_calls_is_not_alive_until_it_does(node, monkeypatch
     claims.on_prepare = gate
     plugin = node.plugin(claims, settings=ON | {"guard_s": 60.0})  # its own dials are calls too
     plugin.liveness = Liveness(lambda: dial(plugin.sockets.registrar, 10), max_age_s=0)
-    assert plugin.liveness.fault() is None
+    # Its dials at the start may still count as calls.
+    eventually(lambda: plugin.liveness.fault() is None)
     eventually(lambda: not [thread for thread in threading.enumerate() if thread.name == "dra"])
     caller = threading.Thread(target=prepare, args=(plugin.sockets.dra, claim()))
     caller.start()

@@ -348,7 +348,7 @@ def test_unprepare_ends_the_waiting(node: Node) -> None:
 def test_claim_that_comes_again_gets_no_device_on_which_a_process_computes(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 0.3)
+    monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 1.0)
     assert isinstance(node.requested(small(node)), Prepared)
     [before] = node.ledger.details(OwnedInstance)
     node.machine.hold_gpu(0, 4711, "python3", gpu_instance=before.gpu_instance_id, compute_instance=0)

@@ -139,6 +139,14 @@ def test_pool_is_published_once(running: Bench) -> None:
     assert settled(running) == 1
 
 
+def test_restart_writes_nothing(running: Bench) -> None:
+    running.publisher.stop()
+    following = Bench(running.slices).start()
+    assert following.publisher.wait_published(20)
+    assert settled(following) == 1
+    following.publisher.stop()
+
+
 def test_nothing_is_written_when_nothing_is_known(bench: Bench) -> None:
     bench.inventory = None
     bench.start()
