@@ -192,6 +192,16 @@ def test_an_earlier_list_that_arrives_later_is_not_taken(api, changes, monkeypat
     assert len(cache.current()) == 1
 
 
+def test_cache_lists_again_when_history_is_forgotten(server, cache, changes, connect):
+    foreign(server, connect).create(make_slice("n"))
+    eventually(lambda: changes.count == 2)
+    lists = _lists(server)
+    server.store.forget()
+    eventually(lambda: _lists(server) > lists)
+    stored = foreign(server, connect).create(make_slice("n", index=1))
+    eventually(lambda: stored in cache.current())
+
+
 def turns(cache, seconds):
     """Return the pauses of a cache whose watches end at once, up to this many seconds."""
     waits = []
