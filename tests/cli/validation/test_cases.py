@@ -22,8 +22,16 @@ def simulated(make_memory_path: Callable[[], Path]) -> Callable[[str], list[str]
     @cache
     def flags(machine: str) -> list[str]:
         own = MACHINES / machine
-        directory = str(make_memory_path() / "machine")
-        return ["--simulate", str(own) if own.exists() else machine, "--simulator-dir", directory]
+        node = make_memory_path()
+        # This machine may be a node itself, with claims.
+        plugins = ["--kubelet-plugins-directory-path", str(node / "plugins")]
+        simulate = [
+            "--simulate",
+            str(own) if own.exists() else machine,
+            "--simulator-dir",
+            str(node / "machine"),
+        ]
+        return [*simulate, *plugins]
 
     return flags
 
