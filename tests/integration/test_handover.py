@@ -234,6 +234,7 @@ def test_daemon_that_works_again_and_hands_over_before_it_is_ready_stays_ready(
 from pathlib import Path
 from dra_driver.slices.publisher import Publisher
 Publisher.wait_published = lambda *_: not Path({str(mark)!r}).exists()
+Publisher.problem = "bad release"
 """
     started(node, "older", before=before, HTTP_ENDPOINT=address)
     assert page(address, "/readyz", "ok").startswith("ok\n")
