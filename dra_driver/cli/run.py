@@ -7,8 +7,6 @@ import gc
 import signal
 import threading
 from argparse import Namespace
-from collections.abc import Mapping
-from typing import Any
 
 from dra_driver.app.settings import FLAGS as SETTINGS
 from dra_driver.app.settings import GATES, Flag, resolve
@@ -52,7 +50,7 @@ def run(given: Namespace) -> None:
     logs = configure_logs(level, settings.log_format)
     logs.log_crashes()
     watch = watch_signals(logs)
-    _warn_ignored(vars(given))
+    warn_ignored(given.feature_gates)
 
     is_over = threading.Event()
     drivers: list[Driver] = []
@@ -79,17 +77,13 @@ def run(given: Namespace) -> None:
         was_ready = driver.probes.was_ready
 
 
-_CHANGES_BEHAVIOUR = {
-    "feature_gates": f"only {' and '.join(f'{gate}=true' for gate in GATES)} have an effect; the plugin ignores all "
-    "other feature gates"
-}
-
-
-def _warn_ignored(given: Mapping[str, Any]) -> None:
+def warn_ignored(feature_gates: str | None) -> None:
     import structlog
 
-    log = structlog.get_logger(__name__)
-    for name, reason in _CHANGES_BEHAVIOUR.items():
-        value = given.get(name)
-        if value and not {*value.split(",")} <= {f"{gate}=true" for gate in GATES}:
-            log.warning("flag_ignored", flag=f"--{name.replace('_', '-')}", value=value, reason=reason)
+    # The chart runs the MPS host for MPSSupport.
+    useful = [f"{gate}=true" for gate in (*GATES, "MPSSupport")]
+    ignored = [gate for gate in (feature_gates or "").split(",") if gate and gate not in useful]
+    if ignored:
+        reason = f"only {', '.join(useful)} have an effect; the plugin ignores other feature gates"
+        log = structlog.get_logger(__name__)
+        log.warning("flag_ignored", flag="--feature-gates", value=",".join(ignored), reason=reason)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from dra_driver.app.settings import FLAGS, Flag
 from dra_driver.cli.flags import Command, read, switch
+from dra_driver.cli.run import warn_ignored
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.schema import Choice, Scalar
 from tests.fakes.tables import tabled
@@ -109,3 +111,10 @@ def test_manual_has_flag_variable_and_key_of_every_setting() -> None:
     }
     assert irregular - old == {"DRIVER_ROOT_CTR_PATH"}
     assert "Only `--container-driver-root` differs: `DRIVER_ROOT_CTR_PATH`" in manual
+
+
+@tabled("gates", "ignored")
+def test_feature_gates_without_effect_are_named(gates: str | None, ignored: list[str]) -> None:
+    with capture_logs() as logged:
+        warn_ignored(gates)
+    assert [entry["value"] for entry in logged] == ignored
