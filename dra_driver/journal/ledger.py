@@ -189,8 +189,10 @@ class Ledger:
         ]
         return [one for one in found if one.steps]
 
-    def _counted(self, gpus: Collection[str] | None) -> tuple[list[Item], set[str]]:
-        """Return the valid items, and the GPUs whose files also have void ones."""
+    def _counted(
+        self, gpus: Collection[str] | None, is_wanted: Callable[[Item], bool] = lambda _: True
+    ) -> tuple[list[Item], set[str]]:
+        """Return the valid ones of the wanted items, and the GPUs whose files also have void ones."""
         with self._guard:
             gone = self._gone.copy()
         counted, void = list[Item](), set[str]()
@@ -200,6 +202,8 @@ class Ledger:
         unread = {uuid: _known_details(found.newer) for uuid, found in self._store.newer().items()}
         for home, items in (ledgers | unread).items():
             for item in items:
+                if not is_wanted(item):
+                    continue
                 if _mark(item) in gone or not counts(item, self.boot_id):
                     void |= {home} & ledgers.keys()
                 elif gpus is None or not _gpus(item).isdisjoint(gpus):
@@ -214,8 +218,13 @@ class Ledger:
             return not isinstance(error, FileNotFoundError)
         return True
 
-    def details(self, kind: type[D], gpu_uuid: str | None = None) -> list[D]:
-        items, _ = self._counted(None if gpu_uuid is None else {gpu_uuid})
+    def details(
+        self, kind: type[D], gpu_uuid: str | None = None, is_wanted: Callable[[D], bool] = lambda _: True
+    ) -> list[D]:
+        items, _ = self._counted(
+            None if gpu_uuid is None else {gpu_uuid},
+            lambda item: isinstance(item, kind) and is_wanted(item),
+        )
         return [item for item in items if isinstance(item, kind)]
 
     def recently_removed(self, kind: type[D], gpu_uuid: str) -> list[D]:
@@ -227,8 +236,11 @@ class Ledger:
 
     def created_instance(self, device: str) -> OwnedInstance | None:
         """Return the MIG device that was created under this name in this boot."""
-        made = (item for item in self.details(OwnedInstance) if item.device == device)
-        return next((item for item in made if item.phase == "created"), None)
+        # Scrapes call this for each device, so other items are skipped first.
+        made = self.details(
+            OwnedInstance, is_wanted=lambda item: item.device == device and item.phase == "created"
+        )
+        return next(iter(made), None)
 
     def created_uuid(self, device: str) -> str | None:
         made = self.created_instance(device)
