@@ -92,7 +92,7 @@ def test_receipts_of_ended_claims_are_in_the_file_and_the_command(node: Node) ->
     busy = next(index for index in range(8) if node.machine.gpu(index).uuid == _uuid_of(node, first))
     node.machine.hold_gpu(busy, 4711, "python3", utilisation=80)
     seconds = "nvidia_dra_claim_busy_gpu_seconds_total"
-    eventually(lambda: by_label(node.driver.metrics, seconds, "namespace"))
+    eventually(lambda: any(by_label(node.driver.metrics, seconds, "namespace").values()))
     for ref in refs:
         node.must_unprepare(ref)
     node.restart_driver()
