@@ -295,7 +295,7 @@ def test_every_query_of_the_board_has_an_answer() -> None:
 @pytest.mark.cluster
 def test_board_shows_no_number_for_a_node_that_nothing_scrapes() -> None:
     queries = [on_the_node(expr) for _, expr, _ in queries_of_the_board()]
-    load = "load 30s\n  up{job=\"another\"} 1+0x120"
+    load = 'load 30s\n  up{job="another"} 1+0x120'
     answers = dict(zip(queries, requested(load, *queries), strict=True))
     assert [query for query, answer in answers.items() if answer] == []
 

@@ -27,8 +27,7 @@ NOT_FOR_HOURS = 0.3
 
 
 @pytest.fixture
-def tray(make_node: Make, monkeypatch: pytest.MonkeyPatch) -> Node:
-    monkeypatch.setattr(imex, "_TIMEOUT_S", NOT_FOR_HOURS)
+def tray(make_node: Make) -> Node:
     return make_node(TRAY)
 
 
@@ -73,7 +72,9 @@ def test_claims_on_gpus_in_a_fabric_get_the_channel(
     assert (tray.specs(), tray.records()) == ([], [])
 
 
-def test_claims_wait_for_the_daemon_and_no_other_claim_does(tray: Node) -> None:
+def test_claims_wait_for_the_daemon_and_no_other_claim_does(
+    tray: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tray.machine.set_system(imex="initializing")
     name = tray.running(4, imex_channel=0).devices()[0]["name"]
     monitor = tray.allocated_by_hand("monitor", name, adminAccess=True)
@@ -85,7 +86,10 @@ def test_claims_wait_for_the_daemon_and_no_other_claim_does(tray: Node) -> None:
         "stopped": "its control socket /etc/nvidia-imex/imex_ctrl.sock is missing",
     }.items():
         tray.machine.set_system(imex=state)
-        outcomes = tray.prepare(training, monitor)
+        with monkeypatch.context() as patch:
+            if state == "hung":
+                patch.setattr(imex, "_TIMEOUT_S", NOT_FOR_HOURS)
+            outcomes = tray.prepare(training, monitor)
         assert isinstance(outcomes[monitor.uid], Prepared)
         assert said in outcomes[training.uid].error
         assert "systemctl status nvidia-imex" in outcomes[training.uid].error

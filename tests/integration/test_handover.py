@@ -57,6 +57,13 @@ def answer_soon(node: Node, ref: ClaimRef) -> Any:
     return None
 
 
+def answer(call: Callable[[ClaimRef], Any], ref: ClaimRef) -> Any:
+    """A call that reaches the older process when it has just handed over is repeated, as by the kubelet."""
+    found = call(ref)[ref.uid]
+    is_late = isinstance(found, Failed) and "the kubelet retries" in found.error
+    return call(ref)[ref.uid] if is_late else found
+
+
 def prepared(node: Node, name: str) -> None:
     """A claim is prepared by whichever daemon the kubelet calls."""
     node.ready(node.claim(name))
@@ -66,12 +73,6 @@ def test_newer_daemon_takes_over_and_no_call_is_lost(make_node: Callable[..., No
     node, older = at_work(make_node)
     refs, published = [node.claim(f"claim-{number}") for number in range(7)], node.slices()
     with ThreadPoolExecutor() as pool:
-
-        def answer(call: Callable[[ClaimRef], Any], ref: ClaimRef) -> Any:
-            """A call that reaches the older process when it has just handed over is repeated, as by the kubelet."""
-            found = call(ref)[ref.uid]
-            is_late = isinstance(found, Failed) and "the kubelet retries" in found.error
-            return call(ref)[ref.uid] if is_late else found
 
         def life(ref: ClaimRef) -> list[Any]:
             answers = []
@@ -97,8 +98,8 @@ def test_daemon_is_registered_when_it_has_opened_nvml(make_node: Callable[..., N
     node.spawn(POD_UID="newer", before=SLOW_NVML)
     ref = node.claim("one")
     while not any("newer" in one.endpoint.name for one in node.kubelet.instances(DRIVER)):
-        node.ready(ref)
-        node.must_unprepare(ref)
+        assert isinstance(answer(node.prepare, ref), Prepared)
+        assert answer(node.unprepare, ref) is None
     assert time.monotonic() - began > 3
     node.ready(ref)
 

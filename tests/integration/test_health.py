@@ -48,6 +48,8 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.health.rules.state.UNRESPONSIVE_AFTER_S", 3600)
+    for place in ("monitor", "poller"):  # no GPU is ill because its polls hang
+        monkeypatch.setattr(f"dra_driver.health.{place}.OVERDUE_S", 3600)
     driver = node.driver
     let, looks = threading.Event(), threading.Event()
 

@@ -44,7 +44,7 @@ def test_xid_is_published_and_health_stays_fresh_whatever_another_gpu_does(
     node.driver.health.monitor.devices_changed()
     eventually(lambda: received(node.driver) == 7)
     node.machine.raise_xid(5, 95)
-    eventually(lambda: tainted(node) == {"5": ["xid=95"]})
+    eventually(lambda: tainted(node).get("5") == ["xid=95"])
     answers = [monitor.book._answers[uuid][1] for uuid in uuids[1:]]
     eventually(
         lambda: all(monitor.book._answers[u][1] > at for u, at in zip(uuids[1:], answers, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
 from collections.abc import Callable
@@ -53,6 +54,7 @@ def in_use(node: Node) -> list[ClaimRef]:
 def test_only_root_reads_state_and_only_root_writes_anything(spawn: Callable[..., Node]) -> None:
     node = spawn()
     in_use(node)
+    node._processes[-1].send_signal(signal.SIGSTOP)  # no file goes while this looks
     found: dict[str, set[str]] = {"private": set(), "for all": set()}
     for top in (node.plugin_dir, node.registry, node.cdi):
         for path in (top, *top.rglob("*")):

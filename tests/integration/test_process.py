@@ -131,14 +131,14 @@ def test_password_of_the_proxy_leaves_the_daemon_only_to_the_proxy(
             before=f"{quick}; s._PROBLEM_AFTER_S = 0.0",
             KUBECONFIG=str(path), HTTP_ENDPOINT=address, METRICS_PATH="/metrics", LOG_LEVEL="debug",
         )  # fmt: skip
-        node.kubelet.wait_registered(DRIVER, timeout_s=60)
+        node.kubelet.wait_registered(DRIVER)
         ref = ClaimRef("default", "one", "uid-one")
         outcome = node.kubelet.prepare(DRIVER, [ref], timeout_s=10)[ref.uid]
         assert isinstance(outcome, Failed)
         shown = {"prepare": outcome.error, "problems": page(address, "/problems", "407")}
         shown |= {path: page(address, path, part) for path, part in (("/readyz", "407"), ("/metrics", ""))}
         process.send_signal(signal.SIGTERM)
-        shown["log"] = process.communicate(timeout=30)[1].decode()
+        shown["log"] = process.communicate(timeout=PATIENCE_S)[1].decode()
     for sink, text in shown.items():
         assert "hunter2" not in text, (sink, text)
         assert base64.b64encode(b"me:hunter2").decode() not in text, (sink, text)

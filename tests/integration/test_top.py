@@ -59,7 +59,8 @@ def options(node: Node) -> list[str]:
     return [*node.machine_flags, "--cdi-root", node.settings.cdi_root, "--node-name", "node-a"]
 
 
-def test_top_of_a_driver_at_work(node: Node) -> None:
+def test_top_of_a_driver_at_work(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dra_driver.reporting.receipts._WRITE_S", 3600.0)  # only once
     names = [device["name"] for device in node.devices()]
     node.prepare(node.allocated_by_hand("training", names[2], names[3]))
     node.machine.set_remapped_rows(3, pending=True)

@@ -15,6 +15,7 @@ from dra_driver.kubelet.dra import V1, DraService, method_path
 from dra_driver.kubelet.pb import dra_v1_pb2 as pb
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices.publisher import Publisher
+from tests.fakes.waiting import PATIENCE_S
 from tests.integration.conftest import Node
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +106,7 @@ def test_publish_passes_through_the_files_of_the_second_walk_and_returns_to_none
     shares = share_all(SharingRule("shares", 4, "mps"))
     driver = make_node().start_driver(sharing=shares, dynamic_mig=True)
     publisher, discovery = driver.publishing.publisher, driver.discovery
-    assert publisher.wait_published(10)
+    assert publisher.wait_published(PATIENCE_S)
     publisher.stop()
     publisher._worker._stopping.clear()  # the thread is gone, and this one does its work
     discovery.inventory = replace(discovery.inventory, gpus=discovery.inventory.gpus[1:])

@@ -12,7 +12,7 @@ import pytest
 from dra_driver.model.health import HealthTarget
 from dra_driver.model.record import ClaimRecord
 from tests.fakes.tables import tabled
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import Node, poll_all, received
 from tests.integration.test_mig import named
 
@@ -98,7 +98,7 @@ def test_mig_devices_of_a_lost_gpu_go_with_their_counters(make_node: MakeNode) -
     """Counters are kept, taints are not: one gate of Kubernetes 1.35 is on."""
     node = make_node(minor=35, gates={"DRAPartitionableDevices": True})
     node.start_driver(dynamic_mig=True)
-    assert node.driver.publishing.publisher.wait_published(25)
+    assert node.driver.publishing.publisher.wait_published(PATIENCE_S)
     published = names(node)
     used = named(node, "1g.10gb", 0)
     gpu = used.partition("-mig-")[0]
