@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.record import ClaimRecord
+from tests.fakes.clock import Clock
 from tests.fakes.samples import DRIVER, GPU_0, claim
 
 
@@ -123,8 +125,11 @@ def test_other_answers_are_reported_at_once(tmp_path: Path, error: Exception) ->
     ],
 )
 def test_server_that_is_busy_or_fails_or_gets_its_rights_late_is_retried_until_the_deadline(
-    tmp_path: Path, error: Exception
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = Clock()
+    times = SimpleNamespace(monotonic=clock, sleep=clock.pause, monotonic_ns=lambda: int(clock() * 1e9))
+    monkeypatch.setattr(calls, "time", times)
     lookup = Answers(error, error, claim(GPU_0))
     assert fetched(tmp_path, lookup, KubeletCall.begin(30)) == claim(GPU_0)
     assert lookup.requested == 3

@@ -68,7 +68,7 @@ def test_share_blocks_no_other_share_of_its_device(node: KindNode, site: Site) -
 def test_mps_daemon_of_a_claim_without_record_is_stopped_in_its_lane_and_without_the_claims_lock(
     node: KindNode, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.5 if hangs else PATIENCE_S)
     wanted = KINDS["MPS settings"].wanted(node.site)
     lost(node, wanted)
     uid, begun, let = wanted.ref.uid, threading.Event(), threading.Event()
@@ -84,7 +84,7 @@ def test_mps_daemon_of_a_claim_without_record_is_stopped_in_its_lane_and_without
 
     monkeypatch.setattr(runner, "undo", undo)
     assert node.unprepare(wanted) is None
-    assert begun.is_set()
+    assert begun.wait(PATIENCE_S)
     assert uid not in node.specs.list()
     assert [one.name for one in node.cleaner.outstanding()] == [uid] * hangs
     let.set()

@@ -205,7 +205,10 @@ def test_record_of_a_refused_try_is_removed_though_another_try_wrote_it(
     assert phase(node) is None
 
 
-def test_unprepare_ends_a_closing_that_is_under_way(node: Node, steps: MaintenanceSteps) -> None:
+def test_unprepare_ends_a_closing_that_is_under_way(
+    node: Node, steps: MaintenanceSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.inventory.maintenance_step._CLOSING_S", PATIENCE_S)
     wanted, answers = maintenance(GPU_0), []
     with nvml_open(node):
         thread = threading.Thread(target=lambda: answers.append(node.prepare(wanted)))
@@ -259,7 +262,7 @@ def test_overlapping_call_does_not_open_nvml_under_a_call_that_is_closing_it(
     def overlap() -> None:
         node.devices.problem = "NVML is closed"
         second.start()
-        second.join(1.0)
+        second.join(PATIENCE_S)
 
     after_closing(steps, overlap, monkeypatch)
     first = node.prepare(wanted)

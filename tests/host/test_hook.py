@@ -18,6 +18,7 @@ from dra_driver.host.hook import Hook, HookFinder
 from dra_driver.model.driver_files import BASE_HOOK_VERBS
 from dra_driver.model.host import HostPaths
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S
 from tests.host.trees import HOOK_VERBS, link, put, put_hook, put_program
 
 TOOLKIT = "/usr/local/nvidia/toolkit/nvidia-cdi-hook"
@@ -128,7 +129,7 @@ def test_the_older_tool_is_queried_with_its_own_subcommand(driver: Path, host: P
 def test_a_hook_that_does_not_answer_gets_the_base_verbs_and_a_note(
     driver: Path, script: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook_module, "_BOUND_S", 0.5)
+    monkeypatch.setattr(hook_module, "_BOUND_S", 0.5 if "sleep" in script else PATIENCE_S)
     put_program(driver, USUAL, script)
     started = time.monotonic()
     hook = found(finder(driver))

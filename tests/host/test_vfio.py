@@ -417,18 +417,22 @@ def test_value_is_written_to_a_file_that_is_there(tmp_path: Path) -> None:
 
 
 WRITER = """
-import fcntl, socket, sys
+import fcntl, socket, sys, threading
 from pathlib import Path
 from dra_driver.base.threads import NotAnsweredError, bounded
+from dra_driver.host import vfio
 from dra_driver.host.vfio import HostPciControl
 from dra_driver.journal.locks import GpuLocks
 server = socket.socket(socket.AF_UNIX)
 server.bind(sys.argv[1])
 server.listen()
+writes, start = threading.Event(), vfio.start_program
+vfio.start_program = lambda *given, **more: (start(*given, **more), writes.set())[0]
 with GpuLocks(Path(sys.argv[2])).hold(["GPU-a"], 5):
     try:
         bounded("unbind", lambda: HostPciControl("/").write(sys.argv[3], "0000:16:00.0"), 0.1)
     except NotAnsweredError as error:
+        writes.wait()
         print("hangs", flush=True)
         error.answer.result()
 """

@@ -212,8 +212,8 @@ def test_claim_ends_while_another_process_works_on_its_gpu(
     with bench.locks.hold({UUID_0}, 1):
         bench.leave(made)
         bench.executor.undo_rest("uid-1")
-        [cleanup] = bench.cleaner.outstanding()
-        assert "the wait for another process of gpu-dra-driver on GPU" in str(cleanup.cause)
+        wait = "the wait for another process of gpu-dra-driver on GPU"
+        eventually(lambda: [wait in str(one.cause) for one in bench.cleaner.outstanding()] == [True])
         assert bench.tools.undone == [CDI]
     assert bench.cleaner.clean_all() == []
 
@@ -485,8 +485,11 @@ def test_claim_of_an_older_boot_makes_no_cleanup_void(bench: Bench) -> None:
     assert bench.tools.undone == [CDI, SLICE]
 
 
-def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its_place(bench: Bench) -> None:
+def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its_place(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its GPU was busy when the claim ended. The device may still contain data or processes."""
+    monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", PATIENCE_S)
     made = CreateMig("gpu-0-mig-1g-0", UUID_0, None, 19, "1g.10gb", Placement(0, 1))
     ended = bench.prepared(record(made))
     with bench.locks.hold({UUID_0}, 1):

@@ -19,7 +19,7 @@ from dra_driver.simulator.catalogue import MACHINES
 from dra_driver.simulator.mig import cap_minor
 from tests.fakes.tables import read_yaml
 from tests.fakes.waiting import PATIENCE_S
-from tests.mps_host.conftest import Host
+from tests.mps_host.conftest import RETRIED_LATER, Host
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="mknod(2) needs root")
 
@@ -85,7 +85,7 @@ def test_no_daemon_starts_when_the_nodes_cannot_be_made(bare: Host) -> None:
     def refuse() -> None:
         raise RetryableError("cannot create the device node /dev/nvidia-caps/nvidia-cap21")
 
-    supervisor = bare.supervisor(make_capability_nodes=refuse)
+    supervisor = bare.supervisor(make_capability_nodes=refuse, **RETRIED_LATER)
     with pytest.raises(RetryableError, match="nvidia-cap21"):
         supervisor.ensure(mig_spec(bare.machine), PATIENCE_S)
     assert bare.left() == []

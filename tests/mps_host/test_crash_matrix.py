@@ -73,7 +73,9 @@ def killed_after(steps, host, body):
     child = os.fork()
     if child == 0:
         try:
-            body(host.supervisor(probe=60, tick=60), Countdown(steps))
+            one = host.supervisor(probe=60, tick=60, patience=PATIENCE_S)
+            eventually(host.layout.alive.exists)  # the only tick, which may write a status, is over
+            body(one, Countdown(steps))
             os._exit(0)
         except BaseException:
             os._exit(9)
@@ -160,6 +162,8 @@ def test_start_of_a_plugin_that_died_is_completed_or_undone(host, monkeypatch, t
     if then == "start":
         assert successor.ensure(spec, PATIENCE_S).state == "ready"
         assert len(supervisor.status()) == 1
+    else:
+        eventually(lambda: host.layout.has_traces("gpu-2"))  # otherwise the stop does not wait for the start
     host.assert_stops_without_a_trace(successor)
 
 

@@ -432,9 +432,10 @@ def test_start_that_fails_while_the_daemon_is_stopped_is_not_the_failure_of_the_
         raise RetryableError(f"no start: {problem}")
 
     monkeypatch.setattr(DaemonControl, "start", start)
-    supervisor = host.supervisor(look=0.5)  # the failure is shown that long
+    supervisor = host.supervisor(look=0.5, **RETRIED_LATER)  # the failure is shown that long
     with pytest.raises(RetryableError, match="no start: a"):
         supervisor.ensure(host.spec(), PATIENCE_S)
+    supervisor._daemons["gpu-2"]._retry_at = 0.0
     assert starting.wait(PATIENCE_S)
     host.assert_stops_without_a_trace(supervisor)
 
@@ -445,6 +446,7 @@ def test_a_daemon_that_is_wanted_again_while_it_stops_is_recreated(host: Host) -
     os.kill(first.pid, 19)  # so that its exit takes a while
     with pytest.raises(RetryableError, match="did not stop"):
         supervisor.stop("gpu-2", 0.1)
+    eventually(lambda: all(daemon.ending for daemon in [*supervisor._daemons.values()]))
     second = supervisor.ensure(host.spec(), PATIENCE_S)
     assert [daemon.pid for daemon in host.daemons()] == [second.pid]
     assert second.pid != first.pid
@@ -515,8 +517,8 @@ def test_start_that_is_withdrawn_before_the_host_has_a_record_changes_nothing(
     monkeypatch.setattr(ComputeMode, "set", lambda *given: changed.append(given))
     with pytest.raises(RetryableError, match="did not start"):
         supervisor.ensure(spec, 1)
-    assert withdrawn == ["gpu-2"]
-    eventually(lambda: not host.layout.has_traces("gpu-2"))
+    eventually(lambda: withdrawn == ["gpu-2"])
+    eventually(lambda: supervisor.status() == () and not host.layout.has_traces("gpu-2"))
     assert changed == []
     host.assert_nothing_left()
 
@@ -699,7 +701,7 @@ def test_a_host_at_rest_writes_nothing(host: Host) -> None:
 
 
 def test_only_the_owner_reads_what_is_wanted_and_what_runs(host: Host) -> None:
-    host.supervisor().ensure(host.spec(), PATIENCE_S)
+    host.supervisor(probe=60).ensure(host.spec(), PATIENCE_S)  # no status is written while they are listed
     for directory in (host.layout.wanted_directory, host.layout.statuses):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}

@@ -207,7 +207,7 @@ def test_a_process_that_ignores_term_is_killed():
     child.stdout.readline()
     identity = processes.identify(child.pid)
     processes.end([identity], 0.1)
-    assert not processes.is_alive(identity)
+    eventually(lambda: not processes.is_alive(identity))
     child.communicate()
 
 
