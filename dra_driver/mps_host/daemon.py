@@ -230,7 +230,9 @@ class Daemon:
             )
             self._control.apply_limits()
         except DraDriverError:
-            self._control.stop_processes(self._process)
+            # An adopted daemon that talks with another program may serve clients.
+            if not (adopted and self._has_servers()):
+                self._control.stop_processes(self._process)
             raise
         self._established = True
         self._show("ready", pid=process.pid)
@@ -248,6 +250,9 @@ class Daemon:
         return next(
             (user for user in users if processes.is_control_daemon(user, self.directories.pipe)), None
         )
+
+    def _has_servers(self) -> bool:
+        return len(processes.users_of(self.directories.pipe)) > 1
 
     def _make_directories(self) -> None:
         tools, paths = self._tools, self.directories
