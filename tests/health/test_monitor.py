@@ -715,7 +715,9 @@ class HangingSource:
 
     def wait(self, timeout_s: float) -> HealthEvent | None:
         self.listening.set()
-        event, self.event = self.event, None
+        event = self.event
+        if event is not None:
+            self.event = None  # not before one is there: it could be set just then
         if isinstance(event, Exception):
             self.taken.set()
             raise event
@@ -829,6 +831,7 @@ def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_fre
     assert (subject, code) == ("gpu-a", "gpu-unresponsive")
     assert text.startswith("GPU gpu-a (GPU-a): the GPU does not answer: an NVML call does not return")
     assert [condition_of(made.monitor, HealthTarget(gpu)) for gpu in ("GPU-a", "GPU-b")] == ["unknown", "ok"]
+    eventually(lambda: made.reported)
     assert [(change.target.gpu_uuid, change.is_hang) for change in made.reported] == [("GPU-a", True)]
     made.source.hangs.clear()
     made.source.release.set()
@@ -954,7 +957,8 @@ def test_disk_that_hangs_holds_up_no_health(threaded, monkeypatch):
     let.set()
 
 
-def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(threaded):
+def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(threaded, monkeypatch):
+    monkeypatch.setattr("dra_driver.health.monitor._CHECK_EVERY_S", 3600.0)  # only the test checks
     made = threaded()
     made.hang("GPU-a")
     made.hanging["GPU-a"] = ("the start of the MPS daemon", -UNRESPONSIVE_AFTER_S)

@@ -96,8 +96,8 @@ def test_service_sees_the_time_the_kubelet_still_waits(dra, claims):
     prepare(dra, claim(), timeout=None)
     remaining = [deadline for _, _, deadline in claims.requested]
     # the Python client rounds its deadline up
-    assert 4400 < remaining[0] < 4501
-    assert 600 < remaining[1] < 701
+    assert 4400 < remaining[0] < 4600
+    assert 600 < remaining[1] < 800
     assert remaining[2] > 1e9
 
 

@@ -50,7 +50,7 @@ def named(name):
     return pb.PluginInfo(name=name)
 
 
-def requested(path, name="x", *, timeout_s=20.0):
+def requested(path, name="x", *, timeout_s=PATIENCE_S):
     return call_method(path, PATH, named(name), pb.PluginInfo, timeout_s).name
 
 

@@ -23,7 +23,7 @@ from tests.kubelet.support import DRIVER, Node, OtherDriver, get_info, notify
 def test_get_info_reports_who_we_are_for_ever(node):
     plugin = node.plugin()
     for _ in range(3):
-        info = get_info(plugin.sockets.registrar, timeout=1)
+        info = get_info(plugin.sockets.registrar)
         assert info.type == "DRAPlugin"
         assert info.name == DRIVER
         assert info.endpoint == str(plugin.sockets.dra)

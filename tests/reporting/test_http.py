@@ -222,4 +222,5 @@ def test_address_is_refused_with_the_form(text: str) -> None:
 def test_a_server_at_rest_ends_when_it_is_stopped(address: str) -> None:
     with serving({}, address) as one:
         pass
+    one._thread.join(PATIENCE_S)
     assert not one._thread.is_alive()
