@@ -21,7 +21,6 @@ from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.rules.claim_usage import NodeUse, device_uses, gpu_labels, pod_uses
 from dra_driver.reporting.rules.receipts import Part
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
-from tests.fakes.waiting import PATIENCE_S
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 
@@ -29,7 +28,6 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def scraped(metrics: Metrics) -> Samples:
-    metrics.show._within_s = PATIENCE_S
     return samples_in(generate_latest(metrics.registry).decode())
 
 
@@ -149,7 +147,6 @@ def complete_metrics() -> Metrics:
     prepared = record(hold(GPU_0), hold(MIG_1G))
     records = [replace(prepared, claim=replace(prepared.claim, pods=(PodRef("pod-0", "uid-0"),)))]
     metrics = Metrics(DRIVER, NODE, lambda: ["gpu"])
-    metrics.show._within_s = PATIENCE_S
     metrics.show.claims(lambda: records, lambda device: None, lambda: MIXED)
     metrics.show.usage(lambda: node_use(records, by_pod={"uid-0": 70}))
     used = Part("NVIDIA H100 80GB HBM3", "gpu", 0, None, 7200, 3600, 7200, 0, 3.6e6, 7200)

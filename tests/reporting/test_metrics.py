@@ -33,7 +33,6 @@ from tests.fakes.scrapes import (
     value,
 )
 from tests.fakes.tables import IsGenerated, tabled
-from tests.fakes.waiting import PATIENCE_S
 
 REASONS = {
     "api_unavailable", "api_rejected", "nvml_unavailable", "device_lost", "claim_refused", "invalid_config", "state",
@@ -261,7 +260,6 @@ def test_names_of_others_cannot_break_the_text() -> None:
     kept = record(hold(GPU_0))
     claim = AllocatedClaim(ClaimRef(odd, odd, "uid-1"), kept.claim.results, pods=(PodRef(odd, odd),))
     metrics = Metrics(DRIVER, NODE, list)
-    metrics.show._within_s = PATIENCE_S
     metrics.show.claims(
         lambda: [ClaimRecord(claim, "prepared", "boot-1", kept.devices, ())], lambda _: None, lambda: None
     )
