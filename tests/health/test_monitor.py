@@ -690,7 +690,7 @@ class HangingSource:
     def __init__(self) -> None:
         self.event: HealthEvent | Exception | None = None
         self.hangs: set[str] = set()
-        self.taken = threading.Event()
+        self.taken, self.listening = threading.Event(), threading.Event()
         self.hanging, self.release = threading.Event(), threading.Event()
         self.closed = False
         self.number: int | None = None
@@ -714,7 +714,10 @@ class HangingSource:
         pass
 
     def wait(self, timeout_s: float) -> HealthEvent | None:
-        event, self.event = self.event, None
+        self.listening.set()
+        event = self.event
+        if event is not None:
+            self.event = None  # not before one is there: it could be set just then
         if isinstance(event, Exception):
             self.taken.set()
             raise event
@@ -757,8 +760,11 @@ class Threaded:
             book, self.source, lambda: self.gpus, lambda _: True, lambda: self.hanging, lambda *_: None
         )
         self.monitor.start()
-        eventually(lambda: all(poller._set_number for poller in self.monitor.pollers.values()))
-        eventually(lambda: all(map(self.monitor.book.is_fresh, self.gpus)))
+        assert self.source.listening.wait(PATIENCE_S)
+        # Its start asked for polls. None of them may still run: it would answer at a later time.
+        eventually(lambda: all(one._due and not one.is_busy for one in self.monitor.pollers.values()))
+        assert all(poller._set_number for poller in self.monitor.pollers.values())
+        assert all(map(self.monitor.book.is_fresh, self.gpus))
 
     def hang(self, *gpus: str) -> None:
         """The next polls of these GPUs do not return."""
@@ -767,6 +773,10 @@ class Threaded:
             self.source.hanging.clear()
             self.monitor.pollers[gpu].poll_soon()
             assert self.source.hanging.wait(PATIENCE_S)
+
+    def listener_waits_since(self, moment: float) -> None:
+        """A wait that began earlier would count as one that hangs, when the clock jumps."""
+        eventually(lambda: self.monitor.listener._calling_since == moment)
 
     def reasons(self, gpu: str, *instance: int) -> list[str]:
         state = self.monitor.book.state(HealthTarget(gpu, *instance))
@@ -811,17 +821,17 @@ def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_fre
     made.time[0] = 29.0
     made.monitor.check_for_hangs()
     assert (made.reasons("GPU-a"), made.problems()) == ([], {})
+    made.listener_waits_since(29.0)
     made.time[0] = 31.0
     made.monitor.pollers["GPU-b"].poll_soon()
     eventually(lambda: made.monitor.book.is_fresh("GPU-b"))
-    # The listener's wait began at 0 by this clock; it must not count as one of 31 s.
-    eventually(lambda: made.monitor.listener._calling_since == 31.0)
     made.monitor.check_for_hangs()
     assert (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["unresponsive/nvml-hangs"], [])
     [(subject, (code, text))] = made.problems().items()
     assert (subject, code) == ("gpu-a", "gpu-unresponsive")
     assert text.startswith("GPU gpu-a (GPU-a): the GPU does not answer: an NVML call does not return")
     assert [condition_of(made.monitor, HealthTarget(gpu)) for gpu in ("GPU-a", "GPU-b")] == ["unknown", "ok"]
+    eventually(lambda: made.reported)
     assert [(change.target.gpu_uuid, change.is_hang) for change in made.reported] == [("GPU-a", True)]
     made.source.hangs.clear()
     made.source.release.set()
@@ -865,7 +875,7 @@ def test_poll_that_hangs_gives_each_gpu_a_thread_until_it_returns(threaded):
         return sum(thread.name == "health-polls" for thread in threading.enumerate())
 
     made = threaded()
-    assert threads() == 1
+    eventually(lambda: threads() == 1)
     made.hang("GPU-a", "GPU-b")
     assert threads() == 2
     made.source.hangs.clear()
@@ -898,6 +908,8 @@ def test_health_that_was_not_read_for_half_a_minute_is_a_problem(threaded, monke
 
     made = threaded()
     monkeypatch.setattr(made.source, "read", closed)
+    made.time[0] = 29.0
+    made.listener_waits_since(29.0)
     made.time[0] = 31.0
     found = made.problems()
     assert {subject: code for subject, (code, _) in found.items()} == {
@@ -945,7 +957,8 @@ def test_disk_that_hangs_holds_up_no_health(threaded, monkeypatch):
     let.set()
 
 
-def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(threaded):
+def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(threaded, monkeypatch):
+    monkeypatch.setattr("dra_driver.health.monitor._CHECK_EVERY_S", 3600.0)  # only the test checks
     made = threaded()
     made.hang("GPU-a")
     made.hanging["GPU-a"] = ("the start of the MPS daemon", -UNRESPONSIVE_AFTER_S)

@@ -240,7 +240,9 @@ def loses(server, client, monkeypatch):
 
 @pytest.mark.parametrize("how", LOSSES)
 @pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE"])
-def test_request_is_repeated_on_a_fresh_connection_when_server_vanishes(server, client, loses, how, method):
+def test_request_is_repeated_on_a_fresh_connection_when_server_vanishes(
+    server, client, loses, monkeypatch, how, method
+):
     """Once for all connections of the pool, and within the time of the request."""
     body = {"metadata": {"name": "n", "labels": {"a": "b"}}}
     loses(how)
@@ -252,6 +254,7 @@ def test_request_is_repeated_on_a_fresh_connection_when_server_vanishes(server, 
         content_type=MERGE_PATCH if method == "PATCH" else JSON,
         timeout_s=60,
     )
+    monkeypatch.setattr("dra_driver.kube.client.ATTEMPT_S", 60.0)
     client.request("GET", NODES, action="list nodes", timeout_s=60)
     assert [request.method for request in server.requests] == [method, "GET"]
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 import threading
 import time
 from itertools import chain, repeat
+from types import SimpleNamespace
 
 import pytest
 
 from dra_driver.errors import ApiUnavailableError
+from dra_driver.kube import watch
 from dra_driver.kube.slices import SliceCache
+from tests.fakes.clock import Clock
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.kube.support import (
     AN_END_OF_EACH_WATCH,
@@ -91,15 +94,16 @@ def test_own_writes_are_seen_at_once(server, cache):
 
 def test_own_writes_come_to_rest(server, api):
     """Each echo signals a change; the publisher then writes nothing, and lists signal nothing."""
-    cache = SliceCache(api, DRIVER, "n", lambda: cache.current())  # noqa: PLW0108  it is made later
+    looks = []
+    cache = SliceCache(api, DRIVER, "n", lambda: looks.append(cache.current()))
     cache.start()
     assert cache.synced.wait(PATIENCE_S)
     lists = _lists(server)
     stored = cache.create(make_slice("n"))
     cache.update(bump(stored))
-    eventually(lambda: cache._changes == 4)
+    eventually(lambda: len(looks) == 3)
+    assert cache._changes == 4
     cache.current()
-    time.sleep(0.1)
     assert _lists(server) <= lists + 5, "one for each write, for each echo and for the last look"
     requests = len(server.requests)
     time.sleep(0.25)
@@ -235,14 +239,23 @@ def test_next_watch_waits_as_long_as_asked_when_an_event_says_so(
 
 
 @pytest.mark.parametrize("end", ["cut", "expired"])
-def test_wait_is_the_first_again_when_a_watch_has_lived(server, api, changes, end):
+def test_wait_is_the_first_again_when_a_watch_has_lived(server, api, changes, monkeypatch, end):
+    clock = Clock()
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=clock))
     cache = SliceCache(api, DRIVER, "n", changes, backoff_s=(0.02, 0.08))
     server.faults.end_watches()
     assert [cache._turn() for _ in range(5)][4] >= 0.04, "the longest"
     server.faults.clear()
-    # Longer than the longest wait.
-    threading.Timer(0.2, server.faults.cut_watches if end == "cut" else server.store.forget).start()
+
+    def live() -> None:
+        eventually(lambda: cache._stream)
+        clock.pause(1.0)  # longer than the longest wait
+        (server.faults.cut_watches if end == "cut" else server.store.forget)()
+
+    living = threading.Thread(target=live)
+    living.start()
     assert 0.01 <= cache._turn() <= 0.02
+    living.join()
     assert (cache._version == "") == (end == "expired"), "it lists again"
 
 

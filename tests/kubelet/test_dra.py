@@ -91,13 +91,13 @@ def test_failure_without_a_text_is_not_a_success(dra, claims):
 
 
 def test_service_sees_the_time_the_kubelet_still_waits(dra, claims):
-    prepare(dra, claim(), timeout=45)
-    unprepare(dra, claim(), timeout=7)
+    prepare(dra, claim(), timeout=4500)
+    unprepare(dra, claim(), timeout=700)
     prepare(dra, claim(), timeout=None)
     remaining = [deadline for _, _, deadline in claims.requested]
     # the Python client rounds its deadline up
-    assert 43 < remaining[0] < 46
-    assert 5 < remaining[1] < 8
+    assert 4400 < remaining[0] < 4600
+    assert 600 < remaining[1] < 800
     assert remaining[2] > 1e9
 
 
@@ -117,10 +117,15 @@ def test_service_sees_that_the_kubelet_took_a_call_back(dra, claims):
 
 def test_late_answer_is_dropped_and_the_retry_can_run_next_to_the_first(dra, claims):
     gate = claims.on_prepare = Gate()
-    with pytest.raises(grpc.RpcError) as caught:
-        prepare(dra, claim(), timeout=0.2)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert gate.entered.wait(PATIENCE_S)
+
+    def is_entered() -> bool:
+        """A call may be too late on its way already."""
+        with pytest.raises(grpc.RpcError) as caught:
+            prepare(dra, claim(), timeout=0.2)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        return gate.entered.is_set()
+
+    eventually(is_entered)
     claims.on_prepare = lambda _: {"uid-1": Failed("still preparing")}
     assert prepare(dra, claim()).claims["uid-1"].error == "still preparing"
     gate.opened.set()

@@ -44,7 +44,7 @@ def test_dial_fails_when_a_socket_is_gone_and_names_it(node, which):
     plugin = node.plugin(settings={"guard_s": 60})
     path = getattr(plugin.sockets, which)
     path.unlink()
-    fault = dial(plugin.sockets.registrar, 1.0)
+    fault = dial(plugin.sockets.registrar, PATIENCE_S)
     assert f"socket {path} does not answer (UNAVAILABLE" in fault
 
 

@@ -41,14 +41,14 @@ def test_unprepare_and_probes_are_answered_when_hundreds_of_prepares_wait(node):
         method = opened.unary_unary(V1 + "NodePrepareResources", request.SerializeToString)
         waiting = [
             method.future(
-                request(claims=[dra_v1_pb2.Claim(namespace="a", name="b", uid=f"u{n}")]), timeout=60
+                request(claims=[dra_v1_pb2.Claim(namespace="a", name="b", uid=f"u{n}")]), timeout=PATIENCE_S
             )
             for n in range(400)
         ]
         try:
             eventually(lambda: len(claims.requested) == 400)
             assert unprepare(plugin.sockets.dra, claim()).claims["uid-1"].error == ""
-            assert dial(plugin.sockets.registrar) is None
+            assert dial(plugin.sockets.registrar, PATIENCE_S) is None
         finally:
             gate.opened.set()
         assert all(call.exception() is None for call in waiting)

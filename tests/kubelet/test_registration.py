@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -14,14 +15,15 @@ from dra_driver.kubelet import liveness
 from dra_driver.kubelet.plugin import KubeletPlugin
 from dra_driver.kubelet.registration import _SILENT_LOOKS, RegistrationStatus, SocketWatch
 from dra_driver.model.problems import NodeProblem
-from tests.fakes.waiting import eventually
+from tests.fakes.clock import Clock
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.kubelet.support import DRIVER, Node, OtherDriver, get_info, notify
 
 
 def test_get_info_reports_who_we_are_for_ever(node):
     plugin = node.plugin()
     for _ in range(3):
-        info = get_info(plugin.sockets.registrar, timeout=1)
+        info = get_info(plugin.sockets.registrar)
         assert info.type == "DRAPlugin"
         assert info.name == DRIVER
         assert info.endpoint == str(plugin.sockets.dra)
@@ -69,6 +71,11 @@ def mute() -> Iterator[Callable[[Path], None]]:
             made.listen(64)
 
         yield listen
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch) -> None:
+    monkeypatch.setattr("dra_driver.kubelet.registration._QUERY_S", PATIENCE_S)
 
 
 def watch(node: Node) -> SocketWatch:
@@ -200,10 +207,12 @@ def not_registered(plugin: KubeletPlugin) -> list[str]:
 
 
 def test_plugin_that_no_kubelet_registers_is_a_problem_after_half_a_minute(node: Node, monkeypatch) -> None:
-    plugin = node.plugin()
+    plugin = node.plugin(settings={"guard_s": 60.0})
+    clock = Clock(plugin._started_at)
+    monkeypatch.setattr("dra_driver.kubelet.plugin.time", SimpleNamespace(monotonic=clock))
+    clock.pause(29)
     assert plugin.problems() == []
-    assert plugin._started_at is not None
-    plugin._started_at -= 31
+    clock.pause(2)
     (text,) = not_registered(plugin)
     assert text == (
         f"The kubelet has still not registered the plugin after 31 s; check that {node.registry} is the registry "

@@ -76,7 +76,7 @@ class Server:
 
     def wait_for(self, condition) -> None:
         with self.reported:
-            assert self.reported.wait_for(condition, 10)
+            assert self.reported.wait_for(condition, PATIENCE_S)
 
 
 @pytest.fixture

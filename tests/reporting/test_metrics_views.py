@@ -40,7 +40,7 @@ from tests.fakes.samples import (
     uuid,
 )
 from tests.fakes.scrapes import KnownHealth, by_label, labelled, scraped
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 PLACES = (Placement(0, 1), Placement(1, 1))
 ON_DEMAND = inventory(
@@ -333,7 +333,9 @@ def errors() -> Counter:
     return Counter("nvidia_dra_scrape_errors", "", ("driver", "source", "cause"), registry=None)
 
 
-def test_source_that_hangs_is_left_out_asked_once_and_reported_when_it_answers() -> None:
+def test_source_that_hangs_is_left_out_asked_once_and_reported_when_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     release, requested, failed = threading.Event(), [], errors()
     views = Views(DRIVER, NODE, failed, within_s=0.2)
 
@@ -348,19 +350,28 @@ def test_source_that_hangs_is_left_out_asked_once_and_reported_when_it_answers()
 
     views.mps(states)
     views.value("readiness", "ready", lambda: True)
+    answering = views._calls["readiness"]
+    start = answering.start
+
+    def answered() -> None:
+        """The time of a scrape begins when this source has answered."""
+        start()
+        eventually(lambda: not answering.is_running)
+
+    monkeypatch.setattr(answering, "start", answered)
     for times in (1, 2, 3):
         assert [family.name for family in views.collect()] == ["nvidia_dra_ready"]
         assert failures() == {("mps", "timeout"): times}
-    assert len(requested) == 1
+    assert eventually(lambda: requested) == ["states"]
     release.set()
-    patient = Views(DRIVER, NODE, failed, within_s=10)
+    patient = Views(DRIVER, NODE, failed, within_s=PATIENCE_S)
     patient.mps(states)
     assert [family.name for family in patient.collect()] == ["nvidia_dra_mps_daemons"]
     assert failures() == {("mps", "timeout"): 3}
 
 
 def test_scrapes_at_the_same_time_are_all_answered() -> None:
-    views = Views(DRIVER, NODE, errors(), within_s=10)
+    views = Views(DRIVER, NODE, errors(), within_s=PATIENCE_S)
     views.mps(lambda: ["ready"])
     answers = run_in_parallel([lambda: [family.name for family in views.collect()]] * 3, 3)
     assert [answer.result() for answer in answers] == [["nvidia_dra_mps_daemons"]] * 3

@@ -15,6 +15,7 @@ import pytest
 
 from dra_driver.base.atomic import remove_file, sync_removals, write_atomically
 from dra_driver.base.file_lock import UseMark
+from dra_driver.base.threads import BoundedCall
 from dra_driver.errors import StateError
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.model.claim import ClaimRef
@@ -168,16 +169,26 @@ def test_check_that_hangs_is_its_own_problem_and_stops_no_other(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_problems, "_ANSWER_S", 0.05)
-    gate, calls = threading.Event(), itertools.count()
+    gate, reached, calls = threading.Event(), threading.Event(), itertools.count()
 
     def hanging() -> Sequence[NodeProblem]:
         if next(calls):
+            reached.set()
             gate.wait(PATIENCE_S)
         return UNKNOWN[:1]
 
+    class Begun(BoundedCall[None]):
+        """Its time begins when it hangs or has ended."""
+
+        def start(self) -> None:
+            super().start()
+            eventually(lambda: reached.is_set() or not self.is_running)
+
+    monkeypatch.setattr(node_problems, "BoundedCall", Begun)
     bench.made._checks.sources = {"it": hanging, **bench.made.sources}
     assert [reason for reason, *_ in bench.turn()] == ["GPUHealthUnknown"]
     assert bench.turn() == [], "nothing shows that its problem has ended"
+    reached.clear()
     assert bench.turn(FOREIGN) == [("ForeignDriver", FOREIGN.text, True)]
     assert bench.made.notes() == [
         "The check of it failed: it has not returned for more than 0.05 s",

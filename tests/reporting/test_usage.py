@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,10 @@ PART = MIG_1G.replace("-0", "-1")  # on demand, next to the static ones
 MADE = OwnedInstance(PART, uuid(2), None, 19, "1g.10gb", Placement(1, 1), "boot", "created", 9, 0, "MIG-9")
 
 
+def is_asked(gpu_uuid: str) -> bool:
+    return any(one.name == f"ask NVML (usage of GPU {gpu_uuid})" for one in threading.enumerate())
+
+
 class Node:
     """Three GPUs, of which the third is cut; claims; and what NVML would return."""
 
@@ -45,6 +50,8 @@ class Node:
             uuid(2): GpuUse(replace(IDLE, utilisation_percent=None)),
         }
         self.hang: dict[str, threading.Event] = {}
+        self.hanging: set[str] = set()
+        self.now = 0.0
         self.fail: set[str] = set()
         self.origins: dict[int, ProcessOrigin] = {}
         self.usage = Usage(
@@ -53,16 +60,29 @@ class Node:
             lambda: self.records,
             lambda device: MADE if device == PART else None,
             lambda pid: self.origins.get(pid, ProcessOrigin("container")),
-            within_s=0.2,
+            within_s=PATIENCE_S,
         )
 
     def read(self, gpu: GpuAddress, devices: Collection[MigAddress]) -> GpuUse:
         self.requested.append((gpu, sorted(devices)))
         if gpu.uuid in self.hang:
+            self.hanging.add(gpu.uuid)
             assert self.hang[gpu.uuid].wait(PATIENCE_S)
+            self.hanging.remove(gpu.uuid)
         if gpu.uuid in self.fail:
             raise DeviceLostError("it fell off the bus")
         return self.uses[gpu.uuid]
+
+    def hangs_at(self, gpu_uuid: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+        """Its reads do not return before the event. The time for a look ends when the other GPUs have answered."""
+        monkeypatch.setattr(usage, "time", SimpleNamespace(monotonic=self._end))
+        self.hang[gpu_uuid] = threading.Event()
+        return self.hang[gpu_uuid]
+
+    def _end(self) -> float:
+        eventually(lambda: {one for one in self.uses if is_asked(one)} == self.hanging)
+        self.now += PATIENCE_S
+        return self.now
 
     def read_processes(self, gpu: GpuAddress) -> GpuUse:
         self.processes_read.append(gpu.uuid)
@@ -78,7 +98,7 @@ class Node:
 
 
 def test_gpus_that_answer_soon_are_read_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "_APART_S", 20.0)
+    monkeypatch.setattr(usage, "_APART_S", PATIENCE_S)
     node = Node()
     at_once: list[int] = []
     reading: list[str] = []
@@ -151,9 +171,9 @@ def test_every_gpu_is_measured_and_names_the_claim_and_pod_that_have_it() -> Non
     assert throttled == {(uuid(0), one): int(one == "hw_slowdown") for one in THROTTLES}
 
 
-def test_gpu_without_an_answer_loses_only_its_own_series() -> None:
+def test_gpu_without_an_answer_loses_only_its_own_series(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node()
-    end = node.hang[uuid(0)] = threading.Event()
+    end = node.hangs_at(uuid(0), monkeypatch)
     node.fail.add(uuid(1))
     assert by_label(node.metrics(), "nvidia_dra_gpu_temperature_celsius", "uuid") == {(uuid(2),): 30}
     end.set()
@@ -190,22 +210,18 @@ def test_mig_devices_have_their_own_use() -> None:
     assert devices == tuple(sorted([(first, 7, 0), (other, 2, 0), ("MIG-9", 9, 0)]))
 
 
-def test_gpu_that_hangs_is_left_out_and_not_read_again_until_it_ends() -> None:
+def test_gpu_that_hangs_is_left_out_and_not_read_again_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(record(hold(GPU_0), hold(GPU_1)))
-    end = node.hang[uuid(0)] = threading.Event()
+    end = node.hangs_at(uuid(0), monkeypatch)
     assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_1: 0}
     del node.hang[uuid(0)]
     for _ in range(3):
         assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_1: 0}
         assert node.values("nvidia_dra_device_gpu_fraction") == {GPU_0: 1, GPU_1: 1}
     assert sum(gpu.uuid == uuid(0) for gpu, _ in node.requested) == 1
-
-    def asking() -> int:
-        return sum(one.name == f"ask NVML (usage of GPU {uuid(0)})" for one in threading.enumerate())
-
-    assert asking() == 1
+    assert is_asked(uuid(0))
     end.set()
-    eventually(lambda: not asking())
+    eventually(lambda: not is_asked(uuid(0)))
     assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_0: 0.7, GPU_1: 0}
 
 
@@ -239,9 +255,9 @@ def test_search_for_memory_that_no_one_claims_reads_processes_only() -> None:
     assert len(node.requested) == 3
 
 
-def test_gpu_that_hangs_in_a_scrape_is_not_read_by_the_search_either() -> None:
+def test_gpu_that_hangs_in_a_scrape_is_not_read_by_the_search_either(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(record(hold(GPU_0), hold(GPU_1)))
-    end = node.hang[uuid(0)] = threading.Event()
+    end = node.hangs_at(uuid(0), monkeypatch)
     assert uuid(0) not in node.usage.look().unclaimed
     del node.hang[uuid(0)]
     assert node.usage.unclaimed().keys() == {uuid(1), uuid(2)}

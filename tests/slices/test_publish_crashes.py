@@ -113,7 +113,7 @@ class Cluster:
         try:
             publisher.start()
             if die_at is None:
-                assert publisher.wait_published(20)
+                assert publisher.wait_published(PATIENCE_S)
             else:
                 publisher._worker._thread.join(PATIENCE_S)
                 assert not publisher._worker._thread.is_alive(), "it made fewer writes than were to be"

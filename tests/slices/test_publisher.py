@@ -5,12 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.base.backoff import TokenBucket
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.slices import SliceCache
@@ -79,6 +81,16 @@ class Bench:
             taints=lambda _: self.taints,
         )
         self.slices.on_change = self.publisher.mark_dirty
+        self.begun = self.rested = 0
+        worker = self.publisher._worker
+        worker._work = partial(self._round, worker, worker._work)
+
+    def _round(self, worker: BackgroundWorker, work: Callable[[], float]) -> float:
+        self.begun += 1
+        pause_s = work()
+        if pause_s > 0 and worker._wake.locked():
+            self.rested = self.begun
+        return pause_s
 
     def _owner(self) -> Owner:
         self.owner_reads += 1
@@ -95,7 +107,7 @@ class Bench:
 
     def publish(self) -> None:
         self.start()
-        assert self.publisher.wait_published(20)
+        assert self.publisher.wait_published(PATIENCE_S)
 
     def change(self, *gpus: Any) -> None:
         """Discovery finds these GPUs now."""
@@ -110,9 +122,9 @@ class Bench:
 
 def settled(bench: Bench) -> int:
     """Return the number of writes when nothing happens any more."""
+    begun = bench.begun
     bench.publisher.mark_dirty()
-    eventually(bench.publisher._worker._wake.locked)
-    time.sleep(0.08)
+    eventually(lambda: bench.rested > begun)
     return len(bench.slices.writes)
 
 
@@ -162,7 +174,7 @@ def test_nothing_is_written_before_the_first_list_has_arrived(bench: Bench) -> N
     assert settled(bench) == 0
     bench.slices.synced.set()
     bench.publisher.mark_dirty()
-    assert bench.publisher.wait_published(20)
+    assert bench.publisher.wait_published(PATIENCE_S)
 
 
 def test_withdrawn_devices_leave_an_empty_pool(running: Bench) -> None:
@@ -374,13 +386,13 @@ def test_slices_that_change_while_it_waits_are_compared_again(bench: Bench) -> N
 
 
 class Time:
-    """The publisher's clock, which a test moves on."""
+    """The publisher's clock, which only a test moves on."""
 
     def __init__(self) -> None:
-        self.ahead = 0.0
+        self.began, self.ahead = time.monotonic(), 0.0
 
     def monotonic(self) -> float:
-        return time.monotonic() + self.ahead
+        return self.began + self.ahead
 
 
 @pytest.fixture
@@ -417,10 +429,11 @@ def test_failures_that_end_by_themselves_are_not_a_problem_even_if_nothing_is_wr
         return real()
 
     running.slices.current = current  # type: ignore[method-assign]
-    for _ in range(2):
+    for times in (1, 2):
         failures.append(ApiUnavailableError("hiccup"))
         running.publisher.mark_dirty()
-        eventually(lambda: not failures and running.publisher.problem is None)
+        eventually(lambda times=times: len(running.received.failures) == times)
+        eventually(lambda: running.publisher.problem is None)
         clock.ahead += 38.0
         assert problems(running) == []
     assert (len(running.received.failures), len(running.slices.writes)) == (2, 1)
@@ -663,7 +676,7 @@ def test_a_refused_slice_costs_no_other_its_place_and_is_retried(refusing: Bench
     slices.faulty = lambda entry: False
     eventually(lambda: refusing.publisher.problem is None)
     assert slices.by_index() == [(generation, 64), (generation, 64), (generation, 2)]
-    assert refusing.publisher.wait_published(20)
+    assert refusing.publisher.wait_published(PATIENCE_S)
 
 
 def test_only_the_device_that_the_server_names_is_missing_or_stays_as_it_was(refusing: Bench) -> None:
@@ -934,7 +947,7 @@ def test_nothing_is_published_before_the_server_said_what_it_takes(bench: Bench)
     eventually(lambda: bench.publisher.problem == "down")
     assert bench.slices.writes == []
     bench.lacks = Support()
-    assert bench.publisher.wait_published(20)
+    assert bench.publisher.wait_published(PATIENCE_S)
 
 
 def test_server_is_queried_again_when_it_refuses_a_slice(refusing: Bench) -> None:
