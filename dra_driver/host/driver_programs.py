@@ -30,6 +30,7 @@ from dra_driver.model.driver_files import (
     DriverPrograms,
     FindPrograms,
     exit_text,
+    found_no_gpu,
 )
 
 _PROGRAMS = (CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM)
@@ -40,13 +41,6 @@ BINARY_DIRS = (
 """In search order: directories of every system, then of GKE, driver installers, Flatcar and Bottlerocket."""
 _TIMEOUT_S = 20.0
 _MIN_S = 0.1
-_ABSENT_CODES = (6, 9, 15)
-"""nvidia-smi's exit codes for: no such GPU, driver not loaded, GPU lost."""
-_ABSENT = (
-    "gpu is lost",
-    "unable to determine the device handle",
-    "couldn't communicate with the nvidia driver",
-)
 
 
 class InstalledPrograms:
@@ -151,13 +145,10 @@ class NvidiaSmi:
         code, output = run_driver_program(
             lambda: programs, *arguments, action=action, timeout_s=timeout_s, subject=gpu_uuid
         )
-        lowered = output.lower()
         said = f"nvidia-smi failed with {exit_text(code)}: {' '.join(output.split()) or 'it printed nothing'}"
-        if code in _ABSENT_CODES or (code and any(part in lowered for part in _ABSENT)):
+        if found_no_gpu(code, output):
             raise NvmlUnavailableError(f"cannot {action}: {said}")
-        if "not supported" in lowered:
+        if "not supported" in output.lower():
             raise NotSupportedError(f"cannot {action}: the GPU does not support it ({said})")
-        if "not found" in lowered:
-            raise NvmlUnavailableError(f"cannot {action}: {said}")
         if code:
             raise RetryableError(f"cannot {action}: {said}")

@@ -151,6 +151,17 @@ def not_run(action: str, program: str, error: OSError) -> RetryableError:
     return _without_effect(f"cannot {action}: {program} did not start: {reason}")
 
 
+_NO_GPU_CODES = (6, 9, 15)
+"""nvidia-smi's exit codes for: no such GPU, driver not loaded, GPU lost."""
+_NO_GPU = (
+    "gpu is lost",
+    "unable to determine the device handle",
+    "couldn't communicate with the nvidia driver",
+    "no devices were found",
+    "not found",
+)
+
+
 def check_started(action: str, program: str, code: int, output: str) -> None:
     """Raise RetryableError with `has_no_effect` if the program failed before it could do anything."""
     lowered = output.lower()
@@ -160,6 +171,11 @@ def check_started(action: str, program: str, code: int, output: str) -> None:
             f"cannot {action}: {program} did not start ({exit_text(code)}): {' '.join(output.split())}; run it on "
             "the host; if it works there, report a bug in gpu-dra-driver"
         )
+
+
+def found_no_gpu(code: int, output: str) -> bool:
+    """Whether nvidia-smi found no such GPU, or no NVIDIA driver. With code 0 it warns of other GPUs."""
+    return code in _NO_GPU_CODES or (code != 0 and any(part in output.lower() for part in _NO_GPU))
 
 
 def exit_text(code: int) -> str:

@@ -285,6 +285,10 @@ class Daemon:
         found, unread = _on_each(partial(self._where_supported, tools.compute_mode.get), asked)
         if unread is not None and not again:
             raise unread
+        gone = {uuid for uuid, mode in found.items() if mode is None} - self._without_mode
+        if 0 < len(gone) < len(asked) and not again:
+            # CUDA ignores every device after one that it does not find.
+            raise RetryableError(f"nvidia-smi does not find {', '.join(sorted(gone))}")
         wrong = {
             uuid: mode
             for uuid, mode in found.items()

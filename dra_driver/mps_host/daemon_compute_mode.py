@@ -11,7 +11,7 @@ from pathlib import Path
 from dra_driver.base.bounded_program import inherited, run_driver_program
 from dra_driver.base.file_lock import LockBusyError, byte_lock, hold_file
 from dra_driver.errors import NotSupportedError, RetryableError
-from dra_driver.model.driver_files import SMI_PROGRAM, FindPrograms, exit_text
+from dra_driver.model.driver_files import SMI_PROGRAM, FindPrograms, exit_text, found_no_gpu
 
 DEFAULT = 0
 EXCLUSIVE_PROCESS = 3
@@ -22,13 +22,6 @@ _TIMEOUT_S = 30.0
 """Without persistence mode the first call initialises the GPU, which takes seconds."""
 _OTHER_S = 5.0
 """How long to wait for an nvidia-smi process of an earlier MPS host."""
-_DRIVER_NOT_LOADED = 9
-_ABSENT = (
-    "no devices were found",
-    "gpu is lost",
-    "not found",
-    "couldn't communicate with the nvidia driver",
-)
 _NO_SETTING = ("[N/A]", "N/A")
 _NOT_SUPPORTED = "not supported"
 _NOT_SET = ("unable to set", "treating as warning")
@@ -62,7 +55,7 @@ class ComputeMode:
         name = text.splitlines()[-1].strip().upper() if text else ""
         if code == 0 and name in _BY_NAME:
             return _BY_NAME[name]
-        if _is_absent(code, text):
+        if found_no_gpu(code, text):
             return None
         raise _problem(action, code, text, is_unsupported=code == 0 and name in _NO_SETTING)
 
@@ -105,8 +98,3 @@ def _problem(action: str, code: int, text: str, *, is_unsupported: bool = False)
     if is_unsupported or _NOT_SUPPORTED in text.lower():
         return NotSupportedError(message)
     return RetryableError(message)
-
-
-def _is_absent(code: int, text: str) -> bool:
-    lowered = text.lower()
-    return code == _DRIVER_NOT_LOADED or any(part in lowered for part in _ABSENT)

@@ -106,6 +106,18 @@ def test_daemon_does_not_start_on_a_gpu_whose_compute_mode_nvidia_smi_did_not_ch
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
 
 
+def test_daemon_does_not_start_with_a_part_of_its_gpus(host: Host) -> None:
+    supervisor = host.supervisor()
+    lost = host.machine.gpu(GROUP[1]).uuid
+    host.machine.lose_gpu(lost)
+    with pytest.raises(RetryableError, match=f"nvidia-smi does not find {lost}"):
+        supervisor.ensure(host.group_spec(), PATIENCE_S)
+    assert host.daemons() == ()
+    host.machine.restore_gpu(lost)
+    eventually(lambda: [one.state for one in supervisor.status()] == ["ready"])
+    assert host.modes() == [EXCLUSIVE_PROCESS] * 3
+
+
 def test_silent_gpu_keeps_no_other_from_being_exclusive_again(host: Host) -> None:
     mode = Modes(host)
     supervisor = host.supervisor(compute_mode=mode)
