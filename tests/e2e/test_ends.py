@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,11 @@ def drained_within(cluster: Cluster, *names: str) -> float:
 
 def to_undo() -> list[Any]:
     """Return the content of the GPUs' ledgers, which is pending cleanup if no claim needs it."""
-    return [
-        entry
-        for file in (PLUGIN_DIR / "ledger").glob("*.json")
-        for entry in json.loads(file.read_text())["entries"]
-    ]
+    found: list[Any] = []
+    for file in (PLUGIN_DIR / "ledger").glob("*.json"):
+        with suppress(FileNotFoundError):  # removed with its last entry
+            found += json.loads(file.read_text())["entries"]
+    return found
 
 
 def prepare_failures(cluster: Cluster, pod: str) -> list[str]:
