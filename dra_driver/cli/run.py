@@ -82,7 +82,9 @@ def warn_ignored(feature_gates: str | None) -> None:
 
     # The chart runs the MPS host for MPSSupport.
     useful = [f"{gate}=true" for gate in (*GATES, "MPSSupport")]
-    ignored = [gate for gate in (feature_gates or "").split(",") if gate and gate not in useful]
+    ignored = [
+        gate for gate in (feature_gates or "").replace(" ", "").split(",") if gate and gate not in useful
+    ]
     if ignored:
         reason = f"only {', '.join(useful)} have an effect; the plugin ignores other feature gates"
         log = structlog.get_logger(__name__)

@@ -153,13 +153,13 @@ def not_run(action: str, program: str, error: OSError) -> RetryableError:
 
 _NO_GPU_CODES = (6, 9, 15)
 """nvidia-smi's exit codes for: no such GPU, driver not loaded, GPU lost."""
-_NO_GPU = (
+_NO_GPU = "no devices were found", "not found"
+_FAILED = (
     "gpu is lost",
     "unable to determine the device handle",
     "couldn't communicate with the nvidia driver",
-    "no devices were found",
-    "not found",
 )
+"""With exit code 0 nvidia-smi prints these about other GPUs."""
 
 
 def check_started(action: str, program: str, code: int, output: str) -> None:
@@ -174,8 +174,9 @@ def check_started(action: str, program: str, code: int, output: str) -> None:
 
 
 def found_no_gpu(code: int, output: str) -> bool:
-    """Whether nvidia-smi found no such GPU, or no NVIDIA driver. With code 0 it warns of other GPUs."""
-    return code in _NO_GPU_CODES or (code != 0 and any(part in output.lower() for part in _NO_GPU))
+    """Whether nvidia-smi found no such GPU, or no NVIDIA driver."""
+    texts = (*_NO_GPU, *_FAILED) if code else _NO_GPU
+    return code in _NO_GPU_CODES or any(text in output.lower() for text in texts)
 
 
 def exit_text(code: int) -> str:

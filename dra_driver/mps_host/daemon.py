@@ -35,6 +35,7 @@ from dra_driver.errors import (
     DraDriverError,
     NotSupportedError,
     NvmlDetachedError,
+    PermanentError,
     RetryableError,
 )
 from dra_driver.model.dataclass import dataclass, field, replace
@@ -229,9 +230,9 @@ class Daemon:
                 process, partial(self._tools.layout.is_unwanted, self._record.spec.device)
             )
             self._control.apply_limits()
-        except DraDriverError:
-            # An adopted daemon that talks with another program may serve clients.
-            if not (adopted and self._has_servers()):
+        except DraDriverError as error:
+            # An adopted daemon that does not answer may serve clients: it hangs, or talks with another program.
+            if isinstance(error, PermanentError) or not (adopted and self._has_servers()):
                 self._control.stop_processes(self._process)
             raise
         self._established = True
@@ -286,9 +287,12 @@ class Daemon:
         if unread is not None and not again:
             raise unread
         gone = {uuid for uuid, mode in found.items() if mode is None} - self._without_mode
-        if 0 < len(gone) < len(asked) and not again:
+        if 0 < len(gone) < len(spec.gpu_uuids) and not again:
             # CUDA ignores every device after one that it does not find.
-            raise RetryableError(f"nvidia-smi does not find {', '.join(sorted(gone))}")
+            raise RetryableError(
+                f"cannot start the MPS daemon of {spec.device}: nvidia-smi does not find {', '.join(sorted(gone))}; "
+                "check the kernel log for Xid errors"
+            )
         wrong = {
             uuid: mode
             for uuid, mode in found.items()

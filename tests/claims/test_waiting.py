@@ -484,8 +484,7 @@ def test_holder_whose_claim_is_gone_is_requested_once(
 @pytest.mark.parametrize("seed", range(2))
 def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Path, seed: int) -> None:
     """Four claims over two GPUs: prepared, deleted, unprepared, each in its own order."""
-    never_waits = WaitTimeouts(last_s=60.0)
-    node = Node(tmp_path, inventory(h100(0), h100(1)), patience=never_waits)
+    node = Node(tmp_path, inventory(h100(0), h100(1)), patience=WaitTimeouts(recheck_s=0.02))
     owners: dict[str, str] = {}
     guard = threading.Lock()
     violations: list[tuple[str, str, str]] = []
@@ -512,7 +511,7 @@ def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Pat
             devices = chance.choice([(GPU_0,), (GPU_1,), (GPU_0, GPU_1)])
             wanted = claim(*devices, uid=uid)
             node.claims.unused.discard(uid)
-            answer = node.prepare(wanted)
+            answer = node.prepare(wanted, PATIENCE_S)
             if isinstance(answer, Failed):
                 assert "is held by" in answer.error or "has not finished" in answer.error, answer
             depart = chance.choice(["unused", "deleted", "kept"])

@@ -38,6 +38,7 @@ def test_eight_pods_are_replaced_at_once(node: Node) -> None:
     with ThreadPoolExecutor(8) as pool:
         waiting = [begin(pool, node, ref) for ref in new]
         eventually(lambda: all(looked_at(node, ref) for ref in old))
+        # The plugin may release a deleted claim itself, so a waiting one may be prepared before this.
         for ref in reversed(old):
             node.must_unprepare(ref)
         assert all(isinstance(one.result(PATIENCE_S), Prepared) for one in waiting)

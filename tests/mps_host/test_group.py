@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dra_driver.errors import PermanentError, RetryableError
+from dra_driver.errors import NotSupportedError, PermanentError, RetryableError
 from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS
 from dra_driver.mps_host.daemon_control import DaemonControl
 from tests.fakes.waiting import PATIENCE_S, eventually
@@ -18,10 +18,13 @@ PROHIBITED = 2
 
 
 class Modes:
-    """The compute modes of a host. A GPU in `silent` does not answer; `slow_s` is what each answer takes."""
+    """The compute modes of a host. A GPU in `silent` does not answer, one in `without` has no mode; `slow_s` is what
+    each answer takes.
+    """
 
     def __init__(self, host: Host) -> None:
         self.silent: set[str] = set()
+        self.without: set[str] = set()
         self.slow_s = 0.0
         self.together: threading.Barrier | None = None
         self._real = host.tools.compute_mode
@@ -37,6 +40,8 @@ class Modes:
     def _wait(self, gpu_uuid: str) -> None:
         if gpu_uuid in self.silent:
             raise RetryableError(f"nvidia-smi does not answer for {gpu_uuid}")
+        if gpu_uuid in self.without:
+            raise NotSupportedError(f"{gpu_uuid} has no compute mode")
         time.sleep(self.slow_s)
         if self.together is not None:
             self.together.wait(PATIENCE_S)
@@ -106,16 +111,20 @@ def test_daemon_does_not_start_on_a_gpu_whose_compute_mode_nvidia_smi_did_not_ch
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
 
 
-def test_daemon_does_not_start_with_a_part_of_its_gpus(host: Host) -> None:
-    supervisor = host.supervisor()
-    lost = host.machine.gpu(GROUP[1]).uuid
-    host.machine.lose_gpu(lost)
-    with pytest.raises(RetryableError, match=f"nvidia-smi does not find {lost}"):
-        supervisor.ensure(host.group_spec(), PATIENCE_S)
-    assert host.daemons() == ()
-    host.machine.restore_gpu(lost)
+@pytest.mark.parametrize("modes", [3, 1])
+def test_daemon_does_not_start_with_a_part_of_its_gpus(host: Host, modes: int) -> None:
+    mode = Modes(host)
+    uuids = [host.machine.gpu(one).uuid for one in GROUP]
+    mode.without.update(uuids[modes:])
+    supervisor = host.supervisor(compute_mode=mode)
+    host.machine.lose_gpu(uuids[0])
+    for _ in range(2):
+        with pytest.raises(RetryableError, match=f"nvidia-smi does not find {uuids[0]}; check"):
+            supervisor.ensure(host.group_spec(), PATIENCE_S)
+        assert host.daemons() == ()
+    host.machine.restore_gpu(uuids[0])
     eventually(lambda: [one.state for one in supervisor.status()] == ["ready"])
-    assert host.modes() == [EXCLUSIVE_PROCESS] * 3
+    assert host.modes()[:modes] == [EXCLUSIVE_PROCESS] * modes
 
 
 def test_silent_gpu_keeps_no_other_from_being_exclusive_again(host: Host) -> None:

@@ -741,12 +741,12 @@ def test_daemon_with_clients_that_talks_with_another_program_is_not_ended_by_the
     try:
         following = host.supervisor(start=1.0, answer=0.5)
         eventually(lambda: "was not ready" in (following.status()[0].problem or ""))
-    finally:
         other.communicate()
-    eventually(lambda: (following.status()[0].state, following.status()[0].clients) == ("ready", 1))
-    assert following.status()[0].pid == first.pid
-    os.killpg(client.pid, signal.SIGTERM)
-    client.communicate(timeout=PATIENCE_S)
+        eventually(lambda: (following.status()[0].state, following.status()[0].clients) == ("ready", 1))
+        assert following.status()[0].pid == first.pid
+    finally:
+        os.killpg(client.pid, signal.SIGTERM)
+        client.communicate(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("way", ["by the same host", "by the next host"])

@@ -176,6 +176,7 @@ def test_gpu_without_an_answer_loses_only_its_own_series(monkeypatch: pytest.Mon
     end = node.hangs_at(uuid(0), monkeypatch)
     node.fail.add(uuid(1))
     assert by_label(node.metrics(), "nvidia_dra_gpu_temperature_celsius", "uuid") == {(uuid(2),): 30}
+    assert is_asked(uuid(0))
     end.set()
 
 
@@ -259,6 +260,7 @@ def test_gpu_that_hangs_in_a_scrape_is_not_read_by_the_search_either(monkeypatch
     node = Node(record(hold(GPU_0), hold(GPU_1)))
     end = node.hangs_at(uuid(0), monkeypatch)
     assert uuid(0) not in node.usage.look().unclaimed
+    assert is_asked(uuid(0))
     del node.hang[uuid(0)]
     assert node.usage.unclaimed().keys() == {uuid(1), uuid(2)}
     assert uuid(0) not in node.processes_read
