@@ -318,6 +318,31 @@ def test_a_question_is_repeated_until_the_other_program_has_ended(
     assert supervisor._daemons["gpu-1"]._control.query_servers() == (None, 0)
 
 
+def test_next_host_does_not_end_a_daemon_with_a_server_because_someone_else_talks_with_it(
+    real_host: MpsHost, other_program: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    first = unprobed(real_host)
+    first.ensure(SPEC, PATIENCE_S)
+    process = only_process(real_host, first)
+    first.close()
+    server = subprocess.Popen(
+        ["nvidia-cuda-mps-server", "600"],  # the real one needs a GPU
+        executable="/bin/sleep",
+        env={processes.PIPE_VARIABLE: real_host.pipe("gpu-1")},
+    )
+    try:
+        other = other_program()
+        second = real_host.supervisor(probe=3600.0, start=4.0, answer=2.0)
+        eventually(lambda: "was not ready" in (second.status()[0].problem or ""))
+        assert process in processes.users_of(real_host.pipe("gpu-1"))
+        other.communicate()
+        eventually(lambda: second.status()[0].state == "ready")
+    finally:
+        server.kill()
+        server.wait()
+    assert only_process(real_host, second) == process
+
+
 def test_our_own_questions_never_meet(real_host: MpsHost) -> None:
     supervisor = real_host.supervisor(probe=3600.0, answer=60.0)
     supervisor.ensure(SPEC, PATIENCE_S)

@@ -731,24 +731,6 @@ def test_daemon_that_talks_with_another_program_is_ready_and_queried_again_later
     eventually(lambda: supervisor._daemons["gpu-2"].probe() or supervisor.status()[0].clients == 0)
 
 
-def test_daemon_with_clients_that_talks_with_another_program_is_not_ended_by_the_next_host(host):
-    earlier = host.supervisor()
-    first = earlier.ensure(host.spec(), PATIENCE_S)
-    client = holding_client(host)
-    eventually(lambda: earlier.status()[0].clients == 1)
-    earlier.close()
-    other = held(host)
-    try:
-        following = host.supervisor(start=1.0, answer=0.5)
-        eventually(lambda: "was not ready" in (following.status()[0].problem or ""))
-        other.communicate()
-        eventually(lambda: (following.status()[0].state, following.status()[0].clients) == ("ready", 1))
-        assert following.status()[0].pid == first.pid
-    finally:
-        os.killpg(client.pid, signal.SIGTERM)
-        client.communicate(timeout=PATIENCE_S)
-
-
 @pytest.mark.parametrize("way", ["by the same host", "by the next host"])
 def test_daemon_that_a_wrapper_starts_slowly_is_ended_while_it_starts(host, tmp_path, way):
     """Such as a version manager's or a distribution's: until it runs NVIDIA's program, the command line is its own."""
